@@ -1,14 +1,11 @@
 """Callbacks that tell how a run learns and how fast it is."""
 
-from typing import TYPE_CHECKING
-
 from lightning_recsys.callbacks._callback import LeanCallback
 from lightning_recsys.callbacks.calibrated_log_loss import CalibratedLogLoss
 from lightning_recsys.callbacks.examples_per_second import ExamplesPerSecond
 from lightning_recsys.callbacks.normalized_entropy_monitor import NormalizedEntropyMonitor
 from lightning_recsys.callbacks.prediction_writer import PredictionWriter
 from lightning_recsys.callbacks.telemetry_monitor import Histogram, TelemetryMonitor
-from lightning_recsys.renamed import renamed_names
 
 __all__ = [
     "CalibratedLogLoss",
@@ -19,6 +16,3 @@ __all__ = [
     "PredictionWriter",
     "TelemetryMonitor",
 ]
-
-if not TYPE_CHECKING:  # which would make a type checker believe in every name
-    __getattr__ = renamed_names(__name__, StalenessMonitor="TelemetryMonitor")

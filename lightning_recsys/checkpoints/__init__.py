@@ -6,13 +6,14 @@ from lightning_recsys.checkpoints.folder import (
     read_checkpoint,
     read_description,
     read_extras,
+    read_own,
     read_stored,
     refuse_url,
     save_folder,
     version_of,
 )
 from lightning_recsys.checkpoints.manifest import Version
-from lightning_recsys.checkpoints.module import ReadsFolders
+from lightning_recsys.checkpoints.module import ReadsFolders, let_lightning_read_folders
 from lightning_recsys.checkpoints.plugin import FolderCheckpointIO
 from lightning_recsys.checkpoints.saved_rows import SavedRows
 from lightning_recsys.checkpoints.single_file import to_file, to_folder
@@ -27,9 +28,11 @@ __all__ = [
     "Version",
     "check_file",
     "is_folder",
+    "let_lightning_read_folders",
     "read_checkpoint",
     "read_description",
     "read_extras",
+    "read_own",
     "read_stored",
     "refuse_url",
     "save_folder",

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import io
 import os
+import shutil
 import struct
 import zlib
 from collections.abc import Iterator
@@ -19,6 +22,8 @@ from typing_extensions import Buffer
 
 from lightning_recsys.errors import DamagedCheckpointError
 
+POINTER = "current"  # in a folder that is a checkpoint: the name of the version that counts
+_OLD, _FILE_DRAFT, _FOLDER_DRAFT = "old", "file", "folder"  # what lies beside a checkpoint while it is replaced
 PIECE_BYTES = 1 << 20  # that are read at a time to be summed
 
 
@@ -150,6 +155,28 @@ def write_object(path: Path, value: Any) -> Stretch:
     return file.stretches[0]
 
 
+def write_file(path: Path, value: Any) -> None:
+    """Write a checkpoint of one file by :func:`torch.save`, in the place of whatever checkpoint lies there.
+
+    It is written beside that, on the same file system, and is on the disk before it counts. Who is killed meanwhile
+    leaves the old one as it was, and a draft, which the next save removes.
+
+    Raises:
+        OSError: the file cannot be written, as where the disk is full, or a folder of something else lies there; what
+            was there is as it was.
+    """
+    if path.is_dir() and not (path / POINTER).is_file():
+        raise IsADirectoryError(errno.EISDIR, "a folder lies there that is no checkpoint", str(path))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    begin_from_whole(path)
+    draft = _beside(path, _FILE_DRAFT)
+    try:
+        write_object(draft, value)
+        put_in_place(draft, path)
+    finally:
+        remove(draft)
+
+
 def open_own_file(path: Path) -> BinaryIO:
     """A file to be read, but for a link, whose target may lie anywhere.
 
@@ -228,3 +255,102 @@ def check_file(path: str | os.PathLike[str]) -> None:
         raise DamagedCheckpointError(os.fspath(path), "the file", f"is damaged or cut short ({error})") from error
     if damaged is not None:
         raise DamagedCheckpointError(os.fspath(path), damaged, "is damaged: its bytes are not those that were written")
+
+
+def standing(path: str | os.PathLike[str]) -> Path:
+    """Where a checkpoint lies: there, or beside it, where :func:`put_in_place` was killed on its way."""
+    path = Path(path)
+    if os.path.lexists(path):  # which may have no name, such as the present folder
+        return path
+    aside = _beside(path, _OLD)
+    return aside if aside.exists() else path
+
+
+def draft_of_folder(path: Path) -> Path:
+    """Where the folder is made that is to take the place of a file."""
+    return _beside(path, _FOLDER_DRAFT)
+
+
+def begin_from_whole(path: Path) -> None:
+    """Undo what a save that was killed has left: put back what it had put aside, and remove its drafts.
+
+    For the process that is about to save there: what lies at ``path`` afterwards is what :func:`standing` found. Only
+    names that this module makes are touched: ``last.ckpt.old`` is somebody's copy.
+    """
+    if (found := standing(path)) != path:
+        found.rename(path)
+    for what in (_OLD, _FILE_DRAFT, _FOLDER_DRAFT):
+        remove(_beside(path, what))
+
+
+def put_in_place(new: Path, goal: Path) -> None:
+    """Let a finished file or folder take the place of whatever file or folder lies at ``goal``, and remove that.
+
+    One of the two lies at ``goal``, whole, at every moment. Where both are files the one replaces the other in one
+    step. Where one of them is a folder they change places in one step; who is killed then leaves the old one under the
+    name of the new one, which the next save removes. Where the file system cannot do that (it is Linux's
+    ``renameat2``), the old one is put aside first: who is killed between the two steps leaves it there, whole, where
+    :func:`standing` finds it and the next save begins from.
+
+    Args:
+        new: What is complete and on the disk, in the folder of ``goal``.
+        goal: Where it goes.
+
+    Raises:
+        OSError: it cannot be put there; what was there is as it was.
+    """
+    aside = _beside(goal, _OLD)
+    if not goal.is_dir() and (not goal.exists() or not new.is_dir()):
+        new.replace(goal)
+    elif _exchange(new, goal):
+        sync_folder(goal.parent)  # before the old one is gone
+        remove(new)
+    else:
+        remove(aside)  # of a save that was killed at the end of this: `goal` counts
+        goal.rename(aside)
+        new.rename(goal)
+    sync_folder(goal.parent)
+    remove(aside)
+
+
+def remove(path: Path) -> None:
+    """Remove a file or a folder, if it is there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def sync_folder(folder: Path) -> None:
+    """Have the names in a folder on the disk."""
+    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
+
+
+def _beside(path: Path, what: str) -> Path:
+    """A name beside a checkpoint that nobody gives to a file of their own: it is hidden, and says whose it is."""
+    return path.with_name(f".{path.name}.lightning-recsys-{what}")
+
+
+_AT_WORKING_FOLDER, _RENAME_EXCHANGE = -100, 2  # of Linux's fcntl.h and fs.h
+_CANNOT = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP)
+
+
+def _exchange(first: Path, second: Path) -> bool:
+    """Let two files or folders change places in one step; returns whether the file system can.
+
+    Raises:
+        OSError: it can, and did not.
+    """
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if renameat2 is None:
+        return False
+    paths = (_AT_WORKING_FOLDER, os.fsencode(first), _AT_WORKING_FOLDER, os.fsencode(second))
+    if renameat2(*paths, ctypes.c_uint(_RENAME_EXCHANGE)) == 0:
+        return True
+    if (number := ctypes.get_errno()) in _CANNOT:
+        return False
+    raise OSError(number, os.strerror(number), str(first), None, str(second))

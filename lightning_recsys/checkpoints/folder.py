@@ -20,6 +20,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import time
 import uuid
 import warnings
 from collections.abc import Callable, Container, Mapping
@@ -35,17 +36,27 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from lightning_recsys.checkpoints.files import Stretch, summing_once, write_object
+from lightning_recsys.checkpoints.files import (
+    POINTER,
+    Stretch,
+    begin_from_whole,
+    draft_of_folder,
+    put_in_place,
+    standing,
+    summing_once,
+    sync_folder,
+    write_object,
+)
 from lightning_recsys.checkpoints.manifest import Manifest, Version, write_manifest
 from lightning_recsys.checkpoints.stored import StoredRows, StoredTensor
 from lightning_recsys.checkpoints.writer import SummingWriter
 from lightning_recsys.errors import CheckpointNotWrittenError, DamagedCheckpointError
 
-POINTER = "current"
 _STATE = "state_dict"
 _META = "meta.pt"
 _EXTRAS = "extras-"
 _SAVED_BY_TORCH = (Tensor, StoredTensor)
+_PATIENCE = 10.0  # seconds, until files of other machines are to be seen
 _NAME = re.compile(r"\d{8,}-[0-9a-f]{8}")
 
 T = TypeVar("T")
@@ -53,7 +64,7 @@ T = TypeVar("T")
 
 def is_folder(path: str | os.PathLike[str]) -> bool:
     """Whether a folder checkpoint lies there."""
-    return (Path(path) / POINTER).is_file()
+    return (standing(path) / POINTER).is_file()
 
 
 def save_folder(path: str | os.PathLike[str], checkpoint: Mapping[str, Any], *, extras: Any = None) -> None:
@@ -69,8 +80,9 @@ def save_folder(path: str | os.PathLike[str], checkpoint: Mapping[str, Any], *, 
 
     Raises:
         ValueError: the folder exists and holds something else, or the path is a URL.
-        CheckpointNotWrittenError: a file cannot be written, as where the disk is full; on every rank. What was begun is
-            removed, and what was there before still counts.
+        CheckpointNotWrittenError: a file cannot be written, as where the disk is full, or the first rank does not see
+            what others wrote, as where machines do not share the path; on every rank. What was begun is removed, and
+            what was there before still counts.
 
     Communication: torch's plan of who writes what, and a small object of each rank three times.
     """
@@ -132,11 +144,42 @@ def _make_it_count(folder: Path, version: Path, manifest: Manifest) -> None:
     """Rank 0's part at the end, when every file of every rank is on the disk."""
     if _rank():
         return
+    _see_all_files(version, manifest)
     write_manifest(version, manifest)
     _commit(version)
-    if version.parent != folder:  # a single file was there until now
-        folder.unlink()
-        version.parent.rename(folder)
+    if version.parent != folder:  # a single file is there until now
+        put_in_place(version.parent, folder)
+
+
+def _see_all_files(version: Path, manifest: Manifest) -> None:
+    """Look for every listed file in this rank's own folder: others may have written to disks of their own machines.
+
+    Network file systems may show a file of another machine late, for which it waits a while.
+
+    Raises:
+        OSError: files are not there, or shorter than what was written.
+    """
+    chunks = (chunk.stretch for saved in manifest.tensors.values() for chunk in saved.chunks)
+    sizes: dict[str, int] = {}
+    for stretch in (*chunks, *manifest.files.values()):
+        sizes[stretch.file] = max(sizes.get(stretch.file, 0), stretch.start + stretch.length)
+    deadline = time.monotonic() + _PATIENCE
+    while lacking := sorted(name for name, size in sizes.items() if _size_of(version / name) < size):
+        if time.monotonic() >= deadline:
+            raise OSError(
+                f"{len(lacking)} of its {len(sizes)} files, such as {lacking[0]}, were written by other ranks and are"
+                " not whole in this rank's folder, as where each machine has a disk of its own. Save in a folder that"
+                " all machines share, such as ModelCheckpoint(dirpath=...) on a network file system"
+            )
+        time.sleep(0.05)
+
+
+def _size_of(file: Path) -> int:
+    """The number of bytes of a file; -1 where it is not there."""
+    try:
+        return file.stat().st_size
+    except FileNotFoundError:
+        return -1
 
 
 def read_checkpoint(
@@ -244,12 +287,37 @@ def _rows_to_load(version: Version, prefix: str, rows: StoredRows) -> dict[str, 
 
 
 def read_extras(path: str | os.PathLike[str], index: int, *, weights_only: bool = True) -> Any:
-    """What the ``index``-th of the ranks that added something did add; ``None`` where fewer did, or no folder is."""
+    """The addition of the ``index``-th rank that added something; ``None`` where fewer did, or there is no folder."""
     if not is_folder(path):
         return None
     version = version_of(path)
     names = sorted(name for name in version.manifest.files if name.startswith(_EXTRAS))
     return None if index >= len(names) else version.read_file(names[index], weights_only=weights_only)
+
+
+def read_own(
+    path: str | os.PathLike[str], key: str, wanted: Mapping[str, Any], *, expected: int, weights_only: bool = True
+) -> dict[str, Any] | None:
+    """What a rank added under a key, with these entries in it; ``None`` where none did.
+
+    Args:
+        path: The checkpoint, which may be a single file: nobody adds anything to such.
+        key: The key under which it was added.
+        wanted: Entries that it must have.
+        expected: How many ranks have added something before it did, if all did that were to. It is looked for there
+            first: a rank that had died is missing, and others may have added something of their own.
+        weights_only: Whether only tensors and plain containers are read.
+    """
+    for index in sorted(range(_num_extras(path)), key=lambda other: abs(other - expected)):
+        own: dict[str, Any] = read_extras(path, index, weights_only=weights_only).get(key, {})
+        if own and all(own.get(name) == value for name, value in wanted.items()):
+            return own
+    return None
+
+
+def _num_extras(path: str | os.PathLike[str]) -> int:
+    """How many ranks have added something; none to a checkpoint that is a single file."""
+    return sum(name.startswith(_EXTRAS) for name in version_of(path).manifest.files) if is_folder(path) else 0
 
 
 class _Shares(DefaultSavePlanner):
@@ -264,8 +332,9 @@ def _new_version(folder: Path, checkpoint: Mapping[str, Any]) -> str | ValueErro
     """Where the new version goes, from the folder's parent; beside a single file, which counts until it is written."""
     if folder.is_dir() and not is_folder(folder) and set(folder.iterdir()) - set(_versions(folder)):
         return ValueError(f"{folder} is a folder, but no checkpoint: it has no file {POINTER!r}. Choose another path.")
-    place = f"{folder.name}.folder" if folder.is_file() else folder.name
-    return f"{place}/{int(checkpoint.get('global_step', 0)):08}-{uuid.uuid4().hex[:8]}"
+    begin_from_whole(folder)
+    place = draft_of_folder(folder) if folder.is_file() else folder
+    return f"{place.name}/{int(checkpoint.get('global_step', 0)):08}-{uuid.uuid4().hex[:8]}"
 
 
 def _agree_on(version: str | ValueError | None) -> str:
@@ -297,10 +366,10 @@ def _on_all_ranks(folder: Path, version: Path, step: Callable[[], T]) -> list[T]
         outcomes = [None] * dist.get_world_size()
         dist.all_gather_object(outcomes, told)
     if failures := [failure for _, failure in outcomes if failure is not None]:
-        if _rank() == 0:
-            shutil.rmtree(version, ignore_errors=True)  # it may be what fills the disk
-            if version.parent != folder and version.parent.is_dir():
-                shutil.rmtree(version.parent, ignore_errors=True)
+        # Every rank does it: they may write to several disks. It may be what fills them.
+        shutil.rmtree(version if version.parent == folder else version.parent, ignore_errors=True)
+        if _is_distributed():
+            dist.barrier()  # the next save may make a folder of the same name
         if error is not None and not isinstance(error, OSError):
             raise error
         raise CheckpointNotWrittenError(str(folder), "; ".join(dict.fromkeys(failures))) from error
@@ -325,7 +394,9 @@ def _commit(version: Path) -> None:
         file.write(version.name)
         file.flush()
         os.fsync(file.fileno())
+    sync_folder(version)
     draft.replace(folder / POINTER)
+    sync_folder(folder)  # before what the pointer named until now is gone
     for other in _versions(folder):
         if other != version:
             shutil.rmtree(other, ignore_errors=True)
@@ -347,7 +418,7 @@ def version_of(path: str | os.PathLike[str] | Version) -> Version:
             f"{path} holds no folder checkpoint (its file {POINTER!r} is missing)."
             " If the run was killed while it saved for the first time, there is none yet."
         )
-    folder = Path(path)
+    folder = standing(path)
     name = (folder / POINTER).read_bytes()[:200].decode("ascii", "backslashreplace")
     if not _NAME.fullmatch(name):
         raise DamagedCheckpointError(str(path), POINTER, f"names no version of a checkpoint, but {name!r}")

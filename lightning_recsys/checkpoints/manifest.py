@@ -6,11 +6,13 @@ version without this package, and never read here.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from lightning_recsys.checkpoints.files import Stretch, open_own_file, read_obje
 from lightning_recsys.errors import DamagedCheckpointError
 
 MANIFEST = "manifest.json"
+_MAX_CUT_DIMS = 4  # of a tensor in chunks; this package cuts along rows and columns
 _FILE = re.compile(r"__\d+_\d+\.distcp|meta\.pt|extras-\d{5,}\.pt")
 
 
@@ -159,8 +162,12 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 def read_manifest(checkpoint: Path, folder: Path) -> Manifest:
     """The manifest of a version.
 
+    Its sum can be a forger's. So whatever it says, nothing is made that is larger than what the version's files hold,
+    and nothing is returned that was not read.
+
     Raises:
-        DamagedCheckpointError: it is missing, damaged, or names what cannot be in a version.
+        DamagedCheckpointError: it is missing, damaged, or names what cannot be in a version; or a file is shorter than
+            it says.
     """
     try:
         with open_own_file(folder / MANIFEST) as file:
@@ -169,11 +176,34 @@ def read_manifest(checkpoint: Path, folder: Path) -> Manifest:
             raise ValueError("its sum is another")
         content = plain["content"]
         tensors = {key: _tensor_from_plain(value) for key, value in content["tensors"].items()}
-        return Manifest(tensors, {name: _stretch_from_plain(value) for name, value in content["files"].items()})
+        manifest = Manifest(tensors, {name: _stretch_from_plain(value) for name, value in content["files"].items()})
     except OSError as error:
         raise DamagedCheckpointError(str(checkpoint), MANIFEST, f"cannot be read ({error.strerror})") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedCheckpointError(str(checkpoint), MANIFEST, f"is damaged: {error}") from error
+    _check_sizes(checkpoint, folder, manifest)
+    for saved in tensors.values():
+        try:
+            _check_cover(saved.dtype, saved.shape, saved.chunks)
+        except ValueError as error:
+            raise DamagedCheckpointError(str(checkpoint), MANIFEST, f"is damaged: {error}") from error
+    return manifest
+
+
+def _check_sizes(checkpoint: Path, folder: Path, manifest: Manifest) -> None:
+    """Refuse a version whose stretches leave their files, or have more bytes together than these.
+
+    Whoever reads finds missing files.
+    """
+    needed: dict[str, tuple[int, int]] = {}  # of each file: bytes of all stretches, and where the last one ends
+    stretches = [chunk.stretch for tensor in manifest.tensors.values() for chunk in tensor.chunks]
+    for stretch in (*stretches, *manifest.files.values()):
+        total, end = needed.get(stretch.file, (0, 0))
+        needed[stretch.file] = total + stretch.length, max(end, stretch.start + stretch.length)
+    for name, lengths in needed.items():
+        path = folder / name
+        if path.is_file() and not path.is_symlink() and max(lengths) > (size := path.stat().st_size):
+            raise DamagedCheckpointError(str(checkpoint), name, f"ends after {size} bytes, of {max(lengths)} at least")
 
 
 def _sum_of(content: Any) -> int:
@@ -193,13 +223,53 @@ def _tensor_from_plain(plain: Mapping[str, Any]) -> SavedTensor:
         SavedChunk(_numbers(offsets), _numbers(size), _stretch_from_plain(stretch))
         for offsets, size, stretch in plain["chunks"]
     ]
+    return SavedTensor(dtype, shape, tuple(chunks))
+
+
+def _check_cover(dtype: torch.dtype, shape: tuple[int, ...], chunks: Sequence[SavedChunk]) -> None:
+    """Refuse chunks that do not make up a tensor: each of its numbers lies in one of them.
+
+    Raises:
+        ValueError: a chunk leaves the tensor, is larger than its stretch, or overlaps another one; or some of it is in
+            none.
+    """
     for chunk in chunks:
-        ends = [at + size for at, size in zip(chunk.offsets, chunk.shape, strict=True)]
-        if any(end > whole for end, whole in zip(ends, shape, strict=True)):
+        if any(end > whole for end, whole in zip(_ends(chunk), shape, strict=True)):
             raise ValueError(f"a chunk leaves the shape {shape}")
+        if (size := math.prod(chunk.shape) * dtype.itemsize) > chunk.stretch.length:
+            raise ValueError(f"a chunk of {size} bytes cannot lie in {chunk.stretch.length}")
     if sum(math.prod(chunk.shape) for chunk in chunks) != math.prod(shape):
         raise ValueError(f"the chunks do not cover the shape {shape}")
-    return SavedTensor(dtype, shape, tuple(chunks))
+    if not math.prod(shape):
+        return
+    # As many numbers as the tensor has, all within it: they cover it unless two chunks have the same one.
+    cut = [dim for dim in range(len(shape)) if any(chunk.shape[dim] != shape[dim] for chunk in chunks)]
+    if len(cut) > _MAX_CUT_DIMS:
+        raise ValueError(f"a tensor is cut along at most {_MAX_CUT_DIMS} dimensions, got {len(cut)}")
+    left = Counter({corner: -sign for corner, sign in _corners([0] * len(shape), shape, cut)})
+    for chunk in chunks:
+        for corner, sign in _corners(chunk.offsets, chunk.shape, cut):
+            left[corner] += sign
+    if any(left.values()):
+        raise ValueError(f"two chunks overlap, so they do not cover the shape {shape}")
+
+
+def _ends(chunk: SavedChunk) -> list[int]:
+    return [at + size for at, size in zip(chunk.offsets, chunk.shape, strict=True)]
+
+
+def _corners(
+    offsets: Sequence[int], shape: Sequence[int], dims: Sequence[int]
+) -> Iterator[tuple[tuple[int, ...], int]]:
+    """The corners of a block of numbers, each with a sign that turns from a corner to the next one.
+
+    How often a number lies in blocks, as a function of its place, is the running sum of their signs along each of the
+    dimensions. So blocks have the same numbers as a whole one, each once, exactly where their signs add up to its own
+    at every place: where blocks meet they cancel out. That takes one look at each block, wherever it lies.
+    """
+    for ends in itertools.product((0, 1), repeat=len(dims)):
+        place = tuple(offsets[dim] + end * shape[dim] for dim, end in zip(dims, ends, strict=True))
+        yield place, (-1) ** sum(ends)
 
 
 def _stretch_to_plain(stretch: Stretch) -> list[Any]:

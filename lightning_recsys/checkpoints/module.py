@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -9,9 +10,10 @@ from typing import IO, Any, Self
 
 import pytorch_lightning as pl
 from lightning_fabric.plugins.io.torch_io import TorchCheckpointIO
+from pytorch_lightning.core import saving
 
 from lightning_recsys.checkpoints.files import check_file
-from lightning_recsys.checkpoints.folder import is_folder
+from lightning_recsys.checkpoints.folder import is_folder, read_checkpoint
 from lightning_recsys.checkpoints.plugin import FolderCheckpointIO
 from lightning_recsys.checkpoints.single_file import to_file
 
@@ -34,7 +36,7 @@ class ReadsFolders(pl.LightningModule):
 
     @classmethod
     def load_from_checkpoint(cls, checkpoint_path: str | Path | IO[bytes], *args: Any, **kwargs: Any) -> Self:
-        """As Lightning's; a folder becomes a file first, in the folder for temporary files and for as long as it takes.
+        """Load as Lightning does; a folder is first turned into a temporary file, which is removed afterwards.
 
         Args:
             checkpoint_path: A file, a folder, or an open file.
@@ -54,3 +56,24 @@ class ReadsFolders(pl.LightningModule):
             file = Path(folder) / "model.ckpt"
             to_file(checkpoint_path, file, weights_only=kwargs.get("weights_only") is not False)
             return load(file, *args, **kwargs)
+
+
+def let_lightning_read_folders() -> None:
+    """Have Lightning's own ``load_from_checkpoint``, of any LightningModule or data module, take folders from now on.
+
+    Making a strategy of this package does this for its process, for ``MyModule.load_from_checkpoint(best_model_path)``
+    after a run. A program that makes none calls it once. Further calls change nothing, and files are read as before.
+    ``map_location`` is ignored for folders, whose tensors are read into the processor's memory.
+    """
+    load: Callable[..., Any] = vars(saving)["pl_load"]
+    if getattr(load, "reads_folders", False):
+        return
+
+    @functools.wraps(load)
+    def read(path: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
+        if isinstance(path, str | Path) and is_folder(path):
+            return read_checkpoint(path, weights_only=weights_only is not False)
+        return load(path, map_location=map_location, weights_only=weights_only)
+
+    vars(read)["reads_folders"] = True
+    vars(saving)["pl_load"] = read

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
 import torch
 
-from lightning_recsys.checkpoints.files import check_file, write_object
+from lightning_recsys.checkpoints.files import check_file, write_file
 from lightning_recsys.checkpoints.folder import read_checkpoint, save_folder
 
 
@@ -22,15 +23,12 @@ def to_file(folder: str | os.PathLike[str], file: str | os.PathLike[str], *, wei
         weights_only: As for :func:`torch.load`.
 
     Raises:
-        OSError: the file cannot be written, as where the disk is full; what was there is as it was.
+        OSError: the file cannot be written, as where the disk is full or a folder lies there; what was there is as it
+            was.
     """
-    checkpoint, draft = read_checkpoint(folder, weights_only=weights_only), Path(f"{os.fspath(file)}.partial")
-    draft.unlink(missing_ok=True)  # of a process that was killed
-    try:
-        write_object(draft, checkpoint)
-        draft.replace(file)
-    finally:
-        draft.unlink(missing_ok=True)
+    if Path(file).is_dir():
+        raise IsADirectoryError(errno.EISDIR, "a folder lies there", os.fspath(file))
+    write_file(Path(file), read_checkpoint(folder, weights_only=weights_only))
 
 
 def to_folder(file: str | os.PathLike[str], folder: str | os.PathLike[str], *, weights_only: bool = True) -> None:

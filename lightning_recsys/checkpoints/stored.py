@@ -101,7 +101,7 @@ class StoredRows:
     optional: Set[str] = frozenset()
 
     def to_save(self, prefix: str) -> dict[str, Tensor | StoredTensor]:
-        """What this process saves, by keys of the state dict."""
+        """The tensors that this process saves, by keys of the state dict."""
         saved: dict[str, Tensor | StoredTensor] = {}
         for table, ids in self.live_ids().items() if self.rank == 0 else ():
             saved[f"{prefix}.{table}.ids"] = ids
@@ -110,7 +110,7 @@ class StoredRows:
         return saved
 
     def to_load(self, prefix: str, table: str, ids: Tensor) -> dict[str, StoredTensor]:
-        """Where this process's share of the saved rows of a table goes, by keys of the state dict."""
+        """The targets of this process's share of the saved rows of a table, by keys of the state dict."""
         return self._tensors(prefix, table, ids, rank=self.rank, world_size=self.world_size) if ids.numel() else {}
 
     def _tensors(self, prefix: str, table: str, ids: Tensor, *, rank: int, world_size: int) -> dict[str, StoredTensor]:

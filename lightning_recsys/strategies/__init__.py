@@ -15,24 +15,52 @@ if TYPE_CHECKING:
 
     from lightning_recsys.launchers import ServerSpec as ServerSpec
     from lightning_recsys.strategies.async_ps import AsyncParameterServerStrategy as AsyncParameterServerStrategy
+    from lightning_recsys.strategies.async_ps import ServedDense as ServedDense
     from lightning_recsys.strategies.common.base import RecsysStrategy as RecsysStrategy
-    from lightning_recsys.strategies.common.served import ServedStrategy as ServedStrategy
+    from lightning_recsys.strategies.composed import ComposedStrategy as ComposedStrategy
+    from lightning_recsys.strategies.composed import compose as compose
     from lightning_recsys.strategies.ddp import ForkserverDDPStrategy as ForkserverDDPStrategy
+    from lightning_recsys.strategies.ddp import FreeRowsDDPStrategy as FreeRowsDDPStrategy
     from lightning_recsys.strategies.des import DESStrategy as DESStrategy
     from lightning_recsys.strategies.het import HETStrategy as HETStrategy
     from lightning_recsys.strategies.hierarchical import HierarchicalStrategy as HierarchicalStrategy
+    from lightning_recsys.strategies.hierarchical import ServedGroups as ServedGroups
+    from lightning_recsys.strategies.parts import DensePart as DensePart
+    from lightning_recsys.strategies.parts import Free as Free
+    from lightning_recsys.strategies.parts import InStep as InStep
+    from lightning_recsys.strategies.parts import Pace as Pace
+    from lightning_recsys.strategies.parts import Rows as Rows
+    from lightning_recsys.strategies.rows.cached import CachedRows as CachedRows
+    from lightning_recsys.strategies.rows.served import ServedRows as ServedRows
+    from lightning_recsys.strategies.rows.versioned import VersionedRows as VersionedRows
+    from lightning_recsys.strategies.served import ServedStrategy as ServedStrategy
+    from lightning_recsys.strategies.shadowsync import Replicas as Replicas
     from lightning_recsys.strategies.shadowsync import ShadowSyncStrategy as ShadowSyncStrategy
 
 _MODULES = {
     "AsyncParameterServerStrategy": "async_ps",
+    "CachedRows": "rows.cached",
+    "ComposedStrategy": "composed",
     "DESStrategy": "des",
+    "DensePart": "parts",
     "ForkserverDDPStrategy": "ddp",
+    "Free": "parts",
+    "FreeRowsDDPStrategy": "ddp",
     "HETStrategy": "het",
     "HierarchicalStrategy": "hierarchical",
+    "InStep": "parts",
+    "Pace": "parts",
     "RecsysStrategy": "common.base",
-    "ServedStrategy": "common.served",
+    "Replicas": "shadowsync",
+    "Rows": "parts",
+    "ServedDense": "async_ps",
+    "ServedGroups": "hierarchical",
+    "ServedRows": "rows.served",
+    "ServedStrategy": "served",
     "ServerSpec": "common.base",  # of `lightning_recsys.launchers`
     "ShadowSyncStrategy": "shadowsync",
+    "VersionedRows": "rows.versioned",
+    "compose": "composed",
 }
 
 __all__ = [*_MODULES]
@@ -41,6 +69,7 @@ __all__ = [*_MODULES]
 _NAMES: dict[str, tuple[str, dict[str, Any]]] = {
     "async_ps": ("AsyncParameterServerStrategy", {}),
     "ddp_forkserver": ("ForkserverDDPStrategy", {}),
+    "ddp_free": ("FreeRowsDDPStrategy", {}),
     "des": ("DESStrategy", {}),
     "het": ("HETStrategy", {}),
     "hierarchical": ("HierarchicalStrategy", {}),

@@ -1,8 +1,5 @@
 """Rules of replicas, of copies of rows and of stale gradients: decisions only, no I/O, no thread."""
 
-from typing import TYPE_CHECKING
-
-from lightning_recsys.renamed import renamed_names
 from lightning_recsys.sync.algorithm import SyncAlgorithm, Topology
 from lightning_recsys.sync.bmuf import BMUF
 from lightning_recsys.sync.clocks import ClockName, ClockRule
@@ -35,6 +32,3 @@ __all__ = [
     "make_algorithm",
     "register_algorithm",
 ]
-
-if not TYPE_CHECKING:  # which would make a type checker believe in every name
-    __getattr__ = renamed_names(__name__, Exchange="Topology")

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Topology(Enum):
-    """What an algorithm needs to be told before it can fold something into a replica."""
+    """The vector that an algorithm needs before it can fold something into a replica."""
 
     CENTRAL = "central"
     """The sync servers' vector, once it has moved towards this replica by ``alpha``; no other trainer takes part."""
@@ -37,7 +37,7 @@ class SyncAlgorithm:
     topology: ClassVar[Topology]
 
     def __init__(self, *, alpha: float = 0.5) -> None:
-        if not 0 < alpha <= 1:
+        if isinstance(alpha, bool) or not 0 < alpha <= 1:
             raise ValueError(f"strategy.alpha must be in (0, 1], got {alpha}. 0.5 is the usual choice.")
         self.alpha = alpha
 
@@ -59,7 +59,7 @@ class SyncAlgorithm:
         replica.lerp_(answer, self.alpha)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What a checkpoint must keep; empty for a rule without memory. Equal on all trainers."""
+        """The state that a checkpoint must keep; empty for a rule without memory. Equal on all trainers."""
         return {}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:

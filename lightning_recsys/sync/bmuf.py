@@ -52,9 +52,9 @@ class BMUF(SyncAlgorithm):
         self, *, alpha: float = 0.5, eta: float = 1.0, block_momentum: float = 0.0, nesterov: bool = False
     ) -> None:
         super().__init__(alpha=alpha)
-        if not (math.isfinite(eta) and eta > 0):
+        if isinstance(eta, bool) or not (math.isfinite(eta) and eta > 0):
             raise ValueError(f"strategy.eta must be a finite number above 0, got {eta}. 1 is the usual choice.")
-        if not 0 <= block_momentum < 1:
+        if isinstance(block_momentum, bool) or not 0 <= block_momentum < 1:
             raise ValueError(f"strategy.block_momentum must be in [0, 1), got {block_momentum}. Use 0 for none.")
         if nesterov and not block_momentum:
             raise ValueError("strategy.nesterov=true looks ahead along strategy.block_momentum, which is 0: set it.")

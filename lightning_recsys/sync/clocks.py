@@ -80,7 +80,7 @@ class ClockRule:
             longest chain; ``sum`` counts every one.
 
     Raises:
-        ValueError: ``staleness`` is negative, or the clock is unknown.
+        ValueError: ``staleness`` is negative or no number, or the clock is unknown.
 
     Reference: Miao et al. 2022, HET, section 3.1 and Lemma 1; ``sum`` is what the public code of the paper does.
     Differs from the paper: nothing with ``clock="max"``.
@@ -97,7 +97,7 @@ class ClockRule:
     clock: ClockName = "max"
 
     def __post_init__(self) -> None:
-        if self.staleness is not None and self.staleness < 0:
+        if self.staleness is not None and (isinstance(self.staleness, bool) or self.staleness < 0):
             raise ValueError(
                 f"strategy.staleness must be at least 0, or null for no bound, got {self.staleness}. 100 is usual."
             )
@@ -128,3 +128,50 @@ class ClockRule:
         """The clocks of copies ``[C]`` once each was updated again."""
         _advance_each(current, after := np.empty_like(current))
         return after
+
+
+def missed_updates(staleness: int, *, num_workers: int, prefetch: bool) -> int:
+    """How many updates of all other workers together a read lacks at most, with ``clock="sum"``.
+
+    The server's clock then counts every update that was pushed. A copy may be read while that is at most ``staleness``
+    ahead of the copy's own, which counts the reader's updates as well, of which there are at most ``staleness``: so it
+    lacks at most twice as many that were pushed. Each other worker has at most ``staleness + 1`` that it has not
+    pushed: its last update was made to a copy that it could still read. Where clocks are compared a step early, each
+    of them may have trained the batch between, and the batch of the read, since.
+
+    The latter assumes that no worker is more than one batch ahead of another. Lightning's broadcast at each batch and
+    the all-reduce of ``DistributedDataParallel`` keep them so; workers that run free do not have this bound.
+
+    Args:
+        staleness: The bound of a copy's clock, ahead and behind.
+        num_workers: Workers that train the row, the reader included.
+        prefetch: Whether clocks are compared one step before the row is read.
+
+    >>> missed_updates(5, num_workers=8, prefetch=True)
+    66
+    """
+    return 2 * staleness + (num_workers - 1) * (staleness + 1 + 2 * prefetch)
+
+
+def staleness_for(most: int, *, num_workers: int, prefetch: bool) -> int:
+    """The largest staleness, at least 1, with which a read lacks so many updates at most (:func:`missed_updates`).
+
+    Args:
+        most: Updates of all other workers together that a read may lack.
+        num_workers: Workers that train the row, the reader included.
+        prefetch: Whether clocks are compared one step before the row is read.
+
+    Raises:
+        ValueError: even a staleness of 1 would let a read lack more.
+
+    >>> staleness_for(100, num_workers=8, prefetch=True)
+    8
+    """
+    least = missed_updates(1, num_workers=num_workers, prefetch=prefetch)
+    if most < least:
+        early = "with prefetch" if prefetch else "without prefetch"
+        raise ValueError(
+            f"strategy.max_missed_updates must be at least {least} for {num_workers} workers {early}, got {most}."
+            " strategy.staleness=0 lets no read miss any update."
+        )
+    return (most - missed_updates(0, num_workers=num_workers, prefetch=prefetch)) // (num_workers + 1)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Report:
-    """How a member left a generation.
+    """The way in which a member left a generation.
 
     Args:
         rank: Rank of the member.
@@ -30,7 +30,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Decision:
-    """What all members do next, the same for all of them.
+    """The next step of all members, the same for all of them.
 
     Args:
         members: Those of the next generation, in rising order.
@@ -52,7 +52,7 @@ class Decision:
 
 
 def decide(reports: Sequence[Report]) -> Decision:
-    """What follows from the reports of all members that live.
+    """The decision that follows from the reports of all members that live.
 
     A round that any of them has folded in counts, and those that have not fold it in, too. A round that none of them
     has folded in is forgotten: they make it again. Where one has seen that all want to stop the others wanted it, too.

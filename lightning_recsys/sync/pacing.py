@@ -20,7 +20,7 @@ RECENT = 9  # rounds by whose median cost the next pause is measured
 
 
 class ShadowPace:
-    """How long a shadow thread pauses between two rounds.
+    """The pause of a shadow thread between two rounds.
 
     Args:
         interval: Seconds, always. By default as long as keeps what rounds take at 1.75 % of a core: a small model is

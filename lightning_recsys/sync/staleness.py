@@ -73,15 +73,15 @@ class StalenessNormalization:
     def __post_init__(self) -> None:
         if self.rule not in STALENESS_RULES:
             raise ValueError(f"staleness rule must be one of {', '.join(STALENESS_RULES)}, got {self.rule!r:.100}.")
-        if not (math.isfinite(self.power) and self.power > 0):
+        if not (_is_finite(self.power) and self.power > 0):
             raise ValueError(f"staleness power must be a finite number above 0, got {self.power}. The paper uses 2.")
-        if not (math.isfinite(self.target) and self.target >= 1):
+        if not (_is_finite(self.target) and self.target >= 1):
             raise ValueError(
                 f"staleness target must be a finite number of at least 1, which is synchronous, got {self.target}."
             )
-        if not (math.isfinite(self.scale) and self.scale > 0):
+        if not (_is_finite(self.scale) and self.scale > 0):
             raise ValueError(f"staleness scale must be a finite number above 0, got {self.scale}. 1 changes nothing.")
-        if self.sensitivity is not None and not (math.isfinite(self.sensitivity) and self.sensitivity >= 0):
+        if self.sensitivity is not None and not (_is_finite(self.sensitivity) and self.sensitivity >= 0):
             raise ValueError(
                 f"staleness sensitivity must be None or a finite number of at least 0, got {self.sensitivity}."
             )
@@ -133,3 +133,8 @@ class StalenessNormalization:
                 return (scaled / self.target).clamp(min=1).pow(-self.power)
             case "literal":
                 return torch.where(scaled > self.target, scaled.pow(-self.power), 1.0)
+
+
+def _is_finite(value: float) -> bool:
+    """Whether it is a finite number, which ``True`` is not meant for."""
+    return not isinstance(value, bool) and math.isfinite(value)

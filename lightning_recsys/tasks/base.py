@@ -98,7 +98,10 @@ class Task(ReadsFolders):
         return self.evaluate(batch, self.test_metrics)
 
     def on_validation_epoch_end(self) -> None:  # noqa: D102 - inherited
-        self._log_all("val", self.val_metrics)
+        if self.trainer.sanity_checking:  # a few batches of a model that has learned nothing: no figure to warn about
+            self.val_metrics.reset()
+        else:
+            self._log_all("val", self.val_metrics)
 
     def on_test_epoch_end(self) -> None:  # noqa: D102 - inherited
         self._log_all("test", self.test_metrics)

@@ -74,9 +74,11 @@ UNDER_TORCHRUN = {"task": "recommendation", "elsewhere": ("load_by_workers",), "
 TABLE = (
     *REFERENCES.values(),
     Row("ddp_forkserver", 1, BASE | {"exact", "resume", "fit_again", "crash", "kill"}),
-    Row("ddp_forkserver", 2, OURS | AVERAGES | {"refuses_uneven"}, task="recommendation"),
+    Row("factories:ddp_by_yaml", 2, OURS | AVERAGES | {"refuses_uneven"}, task="recommendation"),
     Row("des", 1, BASE | {"exact", "resume"}, task="fields"),
-    Row("des", 2, OURS | LOADERS | {"refuses_averages", "rows_alone", "refuses_tuner"}, task="fields"),
+    Row(
+        "factories:des_by_yaml", 2, OURS | LOADERS | {"refuses_averages", "rows_alone", "refuses_tuner"}, task="fields"
+    ),
     # Each worker goes its own way and is evaluated with its own weights.
     Row("factories:free_workers", 2, (COMPLETE | HOME | {"kill", "free"}) - {"test_best", "weights_only"}),
     Row(
@@ -107,10 +109,18 @@ TABLE = (
     Row("het", 2, BASE | {"test_best", "weights_only"}, task="recommendation"),
     Row("het_hybrid", 2, BASE | {"exact"}, task="recommendation"),
     Row("async_ps", 1, BASE | {"exact", "resume", "accumulate", "clipping", "schedules", "fit_again"}, task="plain"),
-    Row("async_ps", 2, BASE | AVERAGES | {"test_best", "crash", "free"}, task="plain"),
+    Row("factories:async_ps_by_yaml", 2, BASE | AVERAGES | {"test_best", "crash", "free"}, task="plain"),
     Row("hierarchical", 1, COMPLETE | {"exact", "resume", "schedules", "fit_again", "crash"}),
     Row("factories:hierarchical_nets", 2, BASE | {"test_best", "free"}),
     Row("factories:hierarchical_groups", 2, BASE | {"test_best"}),
+    # Combinations of parts that no paper has.
+    Row("factories:shadowsync_cached", 1, BASE | {"exact", "resume"}, task="recommendation"),
+    Row("factories:shadowsync_cached", 2, BASE | {"test_best", "free"}, task="recommendation"),
+    Row("factories:async_ps_cached", 1, BASE | {"exact"}, task="plain"),
+    Row("factories:async_ps_cached", 2, BASE | {"free"}, task="plain"),
+    Row("factories:hierarchical_cached", 2, BASE | {"free"}),
+    Row("factories:ddp_free", 1, BASE | {"exact"}, task="recommendation"),
+    Row("factories:ddp_free", 2, BASE | {"refuses_uneven"}, task="recommendation"),
     Row("factories:shadowsync_workers", 2, LOADERS, **UNDER_TORCHRUN),  # two workers of one trainer
     Row("factories:shadowsync_ma", 2, LOADERS, **UNDER_TORCHRUN),
     Row("factories:shadowsync_bmuf", 2, LOADERS, **UNDER_TORCHRUN),

@@ -1,10 +1,11 @@
-"""What the processes of the kill tests run: servers, some of which end themselves, and clients that push ones."""
+"""The processes of the kill tests: servers, some of which end themselves, and clients that push ones."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
 import signal
+from contextlib import contextmanager
 from functools import partialmethod
 from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 import torch
 
 from lightning_recsys.embeddings import SparseFeatures
+from lightning_recsys.launchers.processes import fork_server_context
 from lightning_recsys.parameter_server import connect, serve
 from lightning_recsys.parameter_server.journal import Journal
 from lightning_recsys.stores.dense_store import MappedDenseStore
@@ -29,6 +31,43 @@ def die() -> None:
 
 def run_server(folder: Path, bind: str | None, ready: Pipe) -> None:
     serve(folder, bind=bind, ready=ready.send)
+
+
+class Processes:
+    """Processes of a fork server; all of them end with the test."""
+
+    def __init__(self):
+        self._context = fork_server_context()
+        self.started = []
+
+    def start(self, target, *args):
+        """The process, and our end of the pipe whose other end it gets for the argument ``Processes``."""
+        ours, theirs = self._context.Pipe()
+        process = self._context.Process(target=target, args=[theirs if arg is Processes else arg for arg in args])
+        process.start()
+        theirs.close()
+        self.started.append((process, ours))
+        return process, ours
+
+    def serve(self, folder, bind=None, target=run_server, more=()):
+        process, pipe = self.start(target, folder, bind, Processes, *more)
+        assert pipe.poll(120), "the server did not start"
+        return process, pipe.recv()
+
+    def end(self):
+        for process, pipe in self.started:
+            process.kill()
+            process.join()
+            pipe.close()
+
+
+@contextmanager
+def processes():
+    pool = Processes()
+    try:
+        yield pool
+    finally:
+        pool.end()
 
 
 class Trap:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
+import pytorch_lightning as pl
 import torch
 from des_runs import join
 from forked import run_processes
@@ -31,7 +32,7 @@ from lightning_recsys.embeddings import EmbeddingBagCollection, EmbeddingBagConf
 from lightning_recsys.errors import RequestRefusedError
 from lightning_recsys.optim import RowAdagrad, RowAdam, RowSGD, RowSWAP, swap
 from lightning_recsys.strategies import AsyncParameterServerStrategy, HETStrategy, ShadowSyncStrategy
-from lightning_recsys.strategies.async_ps.row_tags import load_shares
+from lightning_recsys.strategies.rows.row_tags import load_shares
 from lightning_recsys.sync import StalenessNormalization
 
 pytestmark = [
@@ -65,6 +66,34 @@ def test_updates_when_two_workers_train_then_each_counts_once_at_validation_in_c
     assert min(metrics["comm/sent_bytes"], metrics["comm/received_bytes"]) > 0
 
 
+class PlainCounting(pl.LightningModule):
+    """Somebody's own table, whose parameter group has a rate of its own: each step of a worker takes that from all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.items, self.bias = nn.Embedding(IDS, 4), nn.Parameter(torch.zeros(1))
+        nn.init.zeros_(self.items.weight)
+
+    def training_step(self, batch, batch_idx):
+        self.log("world_size", torch.distributed.get_world_size())
+        return self.items(torch.arange(IDS)).sum() + self.bias.sum()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD([{"params": [self.bias]}, {"params": [self.items.weight], "lr": 0.25}], lr=0.125)
+
+    def train_dataloader(self):
+        return Batches(self.trainer.global_rank)
+
+
+@pytest.mark.parametrize("strategy", [AsyncParameterServerStrategy, partial(ShadowSyncStrategy, num_trainers=2)])
+def test_plain_rows_when_free_workers_train_then_follow_their_own_parameter_group(strategy):
+    model = PlainCounting()
+    trainer = make_trainer(strategy(min_rows=IDS, transport="tcp"), limit_val_batches=0)
+    trainer.fit(model)
+    assert trainer.callback_metrics["world_size"] == 2
+    assert torch.equal(model.items.weight.data, torch.full((IDS, 4), -0.25 * 2 * STEPS))
+
+
 class Holds(Callback):
     """Rank 1 looks its first batch up, and computes until rank 0 has taken all its steps."""
 
@@ -81,7 +110,7 @@ class Holds(Callback):
             (self.folder / "done").touch()
 
     def on_train_end(self, trainer, pl_module):
-        seen = trainer.strategy._dense.observed.counts
+        seen = trainer.strategy.dense._parameters.observed.counts
         (self.folder / f"seen-{trainer.global_rank}").write_text(repr(seen))
 
 
@@ -179,7 +208,7 @@ class NotesVersions(Callback):
     def on_train_end(self, trainer, pl_module):
         backend = pl_module.rows.embedding_bags
         tags = {name: backend.read_rows("t", name, 0, IDS) for name in ("version", "change")}
-        versions, changes = zip(*trainer.strategy._dense.kept(), strict=True)
+        versions, changes = zip(*trainer.strategy.dense._parameters.kept(), strict=True)
         torch.save((tags, list(versions), torch.tensor(changes), backend.observed.counts), self.path)
 
 

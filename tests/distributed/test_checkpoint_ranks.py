@@ -80,6 +80,41 @@ def test_checkpoint_when_rank_0_refuses_or_rank_1_cannot_write_then_every_rank_s
     assert list((tmp_path / "thesis.full.ckpt").iterdir()) == [], "what was begun takes no room"
 
 
+def save_on_own_disk(rank: int, path: str) -> None:
+    """The same path on every machine, and other disks behind it."""
+    dist.init_process_group("gloo", store=dist.FileStore(f"{path}.store", 2), rank=rank, world_size=2)
+    assert dist.get_world_size() == 2
+    folder._PATIENCE = 0.2
+    match = r"not written: \d of its \d files, such as .*\(rank 0\).* still counts"
+    with pytest.raises(CheckpointNotWrittenError, match=match) as raised:
+        save_folder(f"{path}/disk-{rank}/x.ckpt", checkpoint(2, rank=rank, world_size=2), extras=torch.zeros(3))
+    assert "Save in a folder that all machines share" in str(raised.value)
+    dist.destroy_process_group()
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("before", ["folder", "file"])
+def test_checkpoint_when_machines_have_disks_of_their_own_then_the_previous_one_counts_and_every_rank_says_so(
+    tmp_path, before
+):
+    path = tmp_path / "disk-0" / "x.ckpt"
+    path.parent.mkdir()
+    if before == "folder":
+        save_folder(path, checkpoint(1))
+        kept = [path / "current", path / (path / "current").read_text()]
+    else:
+        torch.save({"global_step": 1}, path)
+        kept = [path]
+    run_processes(save_on_own_disk, str(tmp_path), nprocs=2)
+    if before == "folder":
+        assert read_checkpoint(path)["global_step"] == 1
+        assert sorted(path.iterdir()) == sorted(kept)
+    else:
+        assert torch.load(path)["global_step"] == 1
+    assert [x.name for x in path.parent.iterdir()] == ["x.ckpt"]
+    assert [x for x in (tmp_path / "disk-1").rglob("*") if not x.is_dir()] == [], "what was begun is removed there, too"
+
+
 def save_and_die(_: int, path: str) -> None:
     """SIGKILL when everything is written and nothing yet counts."""
     folder._commit = lambda *_: os.kill(os.getpid(), signal.SIGKILL)

@@ -17,8 +17,10 @@ import torch
 import torch.distributed as dist
 from des_runs import join
 from forked import run_processes
+from lightning_fabric.utilities import cloud_io
 from ports import free_port
 from pytorch_lightning.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
+from pytorch_lightning.core import saving
 from server_helpers import running
 from torch import nn
 
@@ -163,9 +165,9 @@ def test_updates_when_two_workers_train_then_each_counts_once_at_validation_in_c
         saved = read_checkpoint(tmp_path / f"step={step}.ckpt")["state_dict"]["rows.embedding_bags.t.weight"]
         torch.testing.assert_close(saved, all_rows(-model.share * counts(step)), rtol=0, atol=0)
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    assert (metrics["cache/hit_rate"] > 0) == (trainer.strategy.algorithm == "het")
+    assert (metrics["cache/hit_rate"] > 0) == (trainer.strategy.rows.algorithm == "het")
     through_servers = (
-        trainer.strategy.transport == "tcp" or trainer.strategy.algorithm == "hybrid" or not arguments["staleness"]
+        trainer.strategy.transport == "tcp" or trainer.strategy.rows.algorithm == "hybrid" or not arguments["staleness"]
     )
     assert (metrics["comm/sent_bytes"] > 0) == through_servers
     assert min(metrics["comm/rows_bytes"], metrics["comm/gradients_bytes"]) > 0
@@ -225,15 +227,19 @@ def test_checkpoint_when_other_numbers_of_workers_and_servers_go_on_then_all_upd
 
 
 class GoesBack(Callback):
-    """Behind its fifth step every rank loads what was saved after the third, by itself or as its strategy does."""
+    """Behind its fifth step every rank loads what was saved after the third, by Lightning or as its strategy does."""
 
     def __init__(self, path, by: str) -> None:
         self.path, self.by = path, by
 
+    def __setstate__(self, state):  # in a worker, which is here to have made no strategy, as importing this file does
+        vars(self).update(state)
+        saving.pl_load = cloud_io._load
+
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         if batch_idx == 4 and self.by == "module":
             time.sleep(0.3 * trainer.global_rank)  # who is early waits
-            pl_module.load_state_dict(read_checkpoint(self.path)["state_dict"])
+            pl_module.load_state_dict(Counting.load_from_checkpoint(self.path).state_dict())
         elif batch_idx == 4:
             trainer.strategy.load_model_state_dict(trainer.strategy.load_checkpoint(self.path))
 
@@ -275,16 +281,85 @@ def test_run_when_no_copy_can_become_too_old_then_says_so(staleness, warns, tmp_
     assert not logs["1"], "rank 0 alone says it"
 
 
-class KeepsLog(Callback):
-    """Writes what the strategy logs as a warning into a file for each rank."""
+class WritesBound(Callback):
+    """Each rank writes the bound of its copies at the first batch, and how many ranks there are."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        rule = pl_module.rows.embedding_bags._messages.rule
+        (self.folder / f"bound-{trainer.global_rank}").write_text(f"{rule.staleness} {trainer.world_size}")
+
+
+@pytest.mark.parametrize(("transport", "max_steps", "bound"), [("auto", 25, 2), ("tcp", 25, 2), ("auto", -1, 100)])
+def test_staleness_when_left_to_the_length_of_the_run_then_copies_meet_ten_times(transport, max_steps, bound, tmp_path):
+    strategy, ends = HETStrategy(transport=transport, cache_rows=5), EndsAt(4)
+    callbacks = [WritesBound(tmp_path), KeepsLog(tmp_path, logging.INFO), ends]
+    options = {"max_steps": max_steps, "max_epochs": -1, "limit_val_batches": 0}
+    make_trainer(strategy, *callbacks, **options).fit(Counting())
+    assert [(tmp_path / f"bound-{rank}").read_text() for rank in range(2)] == [f"{bound} 2"] * 2
+    logs = [(tmp_path / str(rank)).read_text() for rank in range(2)]
+    assert ("strategy.staleness=auto is 2: each of 2 workers has 25 steps in" in logs[0]) == (bound == 2)
+    assert "staleness" not in logs[1]
+
+
+def test_staleness_when_a_run_is_resumed_then_is_that_of_the_whole_run(tmp_path):
+    """The whole run's 30 steps make it 3, the 24 that are left would make it 2."""
+    options = {"max_steps": 30, "max_epochs": -1, "limit_val_batches": 0}
+    saving = ModelCheckpoint(tmp_path, every_n_train_steps=6)
+    make_trainer(HETStrategy(cache_rows=5), saving, EndsAt(6), **options).fit(model := Counting())
+    (folder := tmp_path / "bounds").mkdir()
+    again = make_trainer(HETStrategy(cache_rows=5), WritesBound(folder), EndsAt(8), **options)
+    again.fit(model, ckpt_path=saving.best_model_path)
+    assert {x.name: x.read_text() for x in folder.iterdir()} == {f"bound-{rank}": "3 2" for rank in range(2)}
+
+
+class WritesMissed(Callback):
+    """Writes how many updates of the other worker this one's reads lacked."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_end(self, trainer, pl_module):
+        missed = trainer.strategy.telemetry()["cache/missed_updates/max"]
+        (self.folder / f"missed-{trainer.global_rank}").write_text(f"{missed} {trainer.world_size}")
+
+
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+def test_missed_updates_when_two_workers_train_then_are_told_and_within_what_was_asked_for(transport, tmp_path):
+    """With 12 a copy may be 3 updates ahead or behind, so that the server has at most 6 which it lacks."""
+    strategy = HETStrategy(max_missed_updates=12, transport=transport, cache_rows=30)
+    trainer = make_trainer(strategy, WritesMissed(tmp_path), WritesBound(tmp_path), max_epochs=4)
+    trainer.fit(module := Counting())
+    assert trainer.callback_metrics["world_size"] == 2
+    assert [(tmp_path / f"bound-{rank}").read_text() for rank in range(2)] == ["3 2"] * 2
+    missed, sizes = zip(*((tmp_path / f"missed-{rank}").read_text().split() for rank in range(2)), strict=True)
+    assert sizes == ("2", "2")
+    assert all(1 <= int(most) <= 6 for most in missed)
+    assert torch.equal(module.counted, all_rows(-0.5 * counts(4 * STEPS)))
+
+
+class EndsAt(Callback):
+    """Ends the run on all ranks once so many steps were made."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        trainer.should_stop = trainer.global_step >= self.steps
+
+
+class KeepsLog(Callback):
+    """Writes what the strategy logs from a level on into a file for each rank."""
+
+    def __init__(self, folder: Path, level: int = logging.WARNING) -> None:
+        self.folder, self.level = folder, level
+
     def setup(self, trainer, pl_module, stage):
         handler = logging.FileHandler(self.folder / str(trainer.global_rank))
-        handler.setLevel(logging.WARNING)
-        logging.getLogger("pytorch_lightning.lightning_recsys.strategies.het.strategy").addHandler(handler)
+        handler.setLevel(self.level)
+        logging.getLogger("pytorch_lightning.lightning_recsys.strategies.rows.cached").addHandler(handler)
 
 
 # --- How it fails ----------------------------------------------------------------------------------------------------
@@ -354,11 +429,38 @@ def test_plain_embeddings_when_cached_then_train_as_on_a_single_device():
     expected, actual = Ratings(), Ratings()
     settings = {"max_epochs": 3, "use_distributed_sampler": False, "devices": 1}
     make_trainer("auto", **settings).fit(expected)
-    make_trainer(HETStrategy(min_rows=5, cache_fraction=0.5, row_optimizer=RowSGD(0.5)), **settings).fit(actual)
+    make_trainer(HETStrategy(min_rows=5, cache_fraction=0.5), **settings).fit(actual)
     assert type(actual.items) is nn.Embedding
     assert not torch.equal(actual.items.weight, Ratings().items.weight)
     for name, value in expected.state_dict().items():
         torch.testing.assert_close(actual.state_dict()[name], value, rtol=1e-5, atol=1e-6)
+
+
+class AllRatings(Ratings):
+    """The batches of two workers have every row, so that a dense optimizer's weight decay is that of rows."""
+
+    def configure_optimizers(self):
+        groups = [{"params": self.items.parameters(), "weight_decay": 0.5}, {"params": self.kinds.parameters()}]
+        optimizer = torch.optim.Adam([*groups, {"params": self.out.parameters()}], lr=0.05, weight_decay=0.1)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+    def train_dataloader(self):
+        halves = torch.arange(64).view(32, 2)[:, self.trainer.global_rank].repeat(5)
+        return torch.utils.data.DataLoader(halves, batch_size=32)
+
+
+def test_plain_embeddings_when_two_workers_go_in_step_then_train_as_by_their_own_optimizer_under_ddp():
+    """The same Adam, weight decays by group and schedule, on parameters after five steps."""
+    averaged, served = AllRatings(), AllRatings()
+    settings = {"max_epochs": 1, "use_distributed_sampler": False, "devices": 2}
+    make_trainer(ForkserverDDPStrategy(), **settings).fit(averaged)
+    trainer = make_trainer(HETStrategy(algorithm="hybrid", min_rows=5), **settings)
+    trainer.fit(served)
+    assert trainer.world_size == 2
+    for name, value in averaged.state_dict().items():
+        torch.testing.assert_close(served.state_dict()[name], value, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(served.items.weight, Ratings().items.weight, atol=1e-2)
 
 
 def test_plain_embeddings_when_two_workers_are_resumed_then_the_row_optimizer_goes_on(tmp_path):
@@ -509,7 +611,7 @@ class PackageFiles(pl.Callback):
             sys.setprofile(None)
             assert {"/embeddings/collection.py", "/row_cache/backend.py"} <= self.files, sorted(self.files)
             # Once for each connection, as soon as a worker has to wait for an answer: perhaps only now.
-            self.files.discard("/parameter_server/loopback.py")
+            self.files.discard("/parameter_server/sockets.py")
             assert len(self.files) <= self.limit, f"{len(self.files)} files: {sorted(self.files)}"
             module.log("num_files", len(self.files))
 

@@ -6,6 +6,7 @@ import signal
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -227,6 +228,31 @@ def test_compression_when_chosen_then_fewer_bytes_travel_and_the_model_is_nearly
     assert float(compressed["val/ne"]) == pytest.approx(float(expected), rel=0.01)
 
 
+TOPK = {"activations": "none", "gradients": "topk"}  # which sends two arrays for each tensor
+
+
+class Towers(torch.nn.Module):
+    """DLRM on the sum of what many layers make of the dense features, which the nets add up."""
+
+    def __init__(self, num_towers):
+        super().__init__()
+        self.towers = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(num_towers))
+        self.dlrm = MODELS["dlrm"]()
+
+    def forward(self, dense, sparse):
+        return self.dlrm(torch.stack([tower(dense) for tower in self.towers]).mean(0), sparse)
+
+
+@pytest.mark.parametrize(("num_towers", "compression"), [(70, "none"), (40, TOPK)])
+def test_model_when_a_server_computes_many_layers_for_a_net_then_trains(num_towers, compression):
+    torch.manual_seed(0)
+    task = CTRTask(Towers(num_towers), optimizer=ADAGRAD)
+    before = [x.clone() for x in task.model.towers.parameters()]
+    trainer = fit(task, make_data(rows=256), strategy=hierarchical(compression=compression))
+    assert (trainer.world_size, trainer.global_step) == (1, 4)
+    assert not any(torch.equal(a, b) for a, b in zip(before, task.model.towers.parameters(), strict=True))
+
+
 class Normed(torch.nn.Module):
     """DLRM behind two normalisations, of which one is frozen."""
 
@@ -393,7 +419,7 @@ class NetsDie(Callback):
             time.sleep(0.01)
 
     def on_validation_end(self, trainer, pl_module):
-        run = trainer.strategy._run
+        run = trainer.strategy.dense._run
         told = trainer.world_size, dist.get_world_size(), run.leads, run._training
         (self.folder / f"epoch-{trainer.current_epoch}-rank-{trainer.global_rank}").write_text(str(told))
 
@@ -483,3 +509,176 @@ def test_group_server_when_killed_between_two_batches_then_nothing_is_lost():
     fit(reference)
     assert trainer.global_step == 8
     assert_equal(task, reference)
+
+
+class Teacher(torch.nn.Module):
+    """DLRM on a dict, distilled from a tower that is not trained, with numbers that a callback changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.dlrm, self.teacher, self.drop = MODELS["dlrm"](), torch.nn.Linear(4, 1), torch.nn.Dropout(0.0)
+        self.frozen, self.bound = torch.nn.Linear(4, 1).requires_grad_(False), torch.nn.Identity()
+        self.settings = SimpleNamespace(softmax=SimpleNamespace(temperature=1.0))
+        self.register_buffer("shift", torch.zeros(1))
+
+    def forward(self, batch):
+        with torch.no_grad():
+            taught = self.teacher(batch["dense"]).squeeze(1)
+        taught = self.bound(taught + self.frozen(batch["dense"]).squeeze(1))
+        return (self.dlrm(batch["dense"], batch["sparse"]) + taught) / self.settings.softmax.temperature + self.drop(
+            self.shift
+        )
+
+
+class Distilling(CTRTask):
+    def forward(self, batch):
+        return self.model({"dense": batch.dense, "sparse": batch.sparse})
+
+
+class Changes(Callback):
+    """Another temperature, shift, frozen layer and dropout in each epoch; in the last one the dropout leaves nothing.
+
+    The shift also moves where the servers' numbers are about to come back, before a validation.
+    """
+
+    def on_train_epoch_start(self, trainer, pl_module):
+        epoch, model = trainer.current_epoch, pl_module.model
+        model.settings.softmax.temperature = 1.0 + epoch
+        model.shift.fill_(epoch / 2)
+        model.drop.p = float(epoch == 2)
+        model.frozen.weight.data.add_(0.1)
+        if epoch == 1:
+            model.bound = torch.nn.Hardtanh(-0.1, 0.1)
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if batch_idx in (3, 5):
+            pl_module.model.shift.add_(1.0)
+
+    def on_validation_start(self, trainer, pl_module):
+        pl_module.model.shift.mul_(0.5)
+
+
+class Constant(torch.nn.Module):
+    """Its one weight has the gradient ``temperature``, whatever the batch and however stale the weight is."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.temperature = torch.nn.Parameter(torch.zeros(1)), 1.0
+
+    def forward(self, dense):
+        return (self.weight * self.temperature).expand(dense.shape[0])
+
+
+class ByEpoch(pl.LightningModule):
+    """The same as a task without a model of its own, by the number of its trainer's epoch."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+
+    def forward(self, dense):
+        return (self.weight * 2.0**self.current_epoch).expand(dense.shape[0])
+
+    def training_step(self, batch):
+        return self(batch.dense).mean()
+
+    def validation_step(self, batch):
+        assert torch.equal(self(batch.dense), (self.weight * 2.0**self.current_epoch).expand(64))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.25)
+
+
+class Descends(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.model = Constant()
+
+    def training_step(self, batch):
+        return self.model(batch.dense).mean()
+
+    def validation_step(self, batch):
+        assert torch.equal(self.model(batch.dense), self.model.weight.expand(64) * self.model.temperature)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.25)
+
+
+class Warms(Callback):
+    def on_train_epoch_start(self, trainer, pl_module):
+        pl_module.model.temperature = 2.0**trainer.current_epoch
+
+
+@pytest.mark.parametrize(("make", "callbacks"), [(Descends, [Warms()]), (ByEpoch, [])])
+def test_two_nets_when_what_forward_reads_changes_then_every_update_is_by_the_number_of_its_epoch(make, callbacks):
+    task = make()
+    strategy = hierarchical(nets_per_trainer=2, servers_per_group=2)
+    trainer = fit(task, make_data(rows=1024), strategy=strategy, epochs=3, callbacks=callbacks)
+    assert trainer.world_size == 2
+    # 1,024 rows are 16 batches of 64, and float32 has these sums exactly.
+    (weight,) = task.parameters()
+    assert float(weight.detach()) == -0.25 * 16 * (1 + 2 + 4)
+
+
+class Evaluated(Distilling):
+    """Its tower stays in evaluation mode, in which it is trained, as Lightning leaves it."""
+
+    def __init__(self):
+        super().__init__(Teacher(), optimizer=SGD)
+        self.model.drop.p = 0.5
+        self.model.eval()
+
+
+@pytest.mark.filterwarnings("ignore:Found .* module.s. in eval mode")  # on purpose
+def test_one_net_when_its_model_is_in_evaluation_mode_then_trained_so_bit_by_bit():
+    tasks = []
+    for strategy in ("auto", hierarchical()):
+        torch.manual_seed(0)
+        tasks.append(Evaluated())
+        before = tasks[-1].model.dlrm.top[0].weight.clone()
+        fit(tasks[-1], strategy=strategy, epochs=2)
+        assert not torch.equal(tasks[-1].model.dlrm.top[0].weight, before)
+    assert_equal(*tasks)
+
+
+class CallsInner(Distilling):
+    """Its step calls a module of the model, and never the model."""
+
+    def forward(self, batch):
+        return self.model.dlrm(batch.dense, batch.sparse)
+
+
+class NormClipped(torch.optim.SGD):
+    """Divides by the norm of all gradients inside of its step."""
+
+    def step(self, closure=None):
+        grads = [x.grad for group in self.param_groups for x in group["params"] if x.grad is not None]
+        norm = torch.stack([x.norm() for x in grads]).norm() if grads else None
+        for grad in grads:
+            grad /= norm
+        return super().step(closure)
+
+
+@pytest.mark.parametrize(
+    ("task", "optimizer", "reason"),
+    [
+        (CallsInner, SGD, r"training_step did not call, and model.dlrm.\S+ has a gradient"),
+        (Distilling, partial(NormClipped, lr=0.1), r"NormClipped moves dlrm.\S+ otherwise where parts of the model"),
+    ],
+    ids=["calls_inner", "coupled_optimizer"],
+)
+def test_task_when_its_parts_would_train_otherwise_then_ended_by_name_at_the_first_batch(task, optimizer, reason):
+    made = task(Teacher(), optimizer=optimizer)
+    with pytest.raises(ValueError, match=reason):
+        fit(made, strategy=hierarchical(servers_per_group=2))
+
+
+def test_one_net_when_what_forward_reads_changes_then_followed_and_the_teacher_stays_bit_by_bit():
+    tasks = []
+    for strategy in ("auto", hierarchical(servers_per_group=2)):
+        torch.manual_seed(0)
+        tasks.append(Distilling(Teacher(), optimizer=SGD))
+        before = tasks[-1].model.teacher.weight.clone()
+        fit(tasks[-1], strategy=strategy, epochs=3, callbacks=[Changes()], val_check_interval=4)
+        assert torch.equal(tasks[-1].model.teacher.weight, before)
+    assert_equal(*tasks)

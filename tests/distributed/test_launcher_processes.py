@@ -191,6 +191,6 @@ def test_package_when_imported_then_registers_its_strategies_and_nothing_else():
     # No torch, store, compiled loop, reader: they come with what is used.
     assert imported == ["lightning_recsys"]
     algorithms = ("bmuf", "easgd", "ma")
-    names = ["async_ps", "ddp_forkserver", "des", "het", "het_hybrid", "hierarchical"]
+    names = ["async_ps", "ddp_forkserver", "ddp_free", "des", "het", "het_hybrid", "hierarchical"]
     assert registered == [*names, "shadowsync", *(f"shadowsync_{algorithm}" for algorithm in algorithms)]
     assert registered_at_once == registered, "where Lightning was imported first"

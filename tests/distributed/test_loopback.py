@@ -9,7 +9,7 @@ import zmq
 from server_helpers import OpenServer, running
 
 from lightning_recsys.parameter_server import connect
-from lightning_recsys.parameter_server.loopback import send_unpaced
+from lightning_recsys.parameter_server.sockets import send_unpaced
 
 pytestmark = pytest.mark.skipif(not hasattr(socket, "TCP_CONGESTION"), reason="needs Linux")
 
@@ -26,7 +26,7 @@ def test_server_and_client_on_loopback_then_no_end_is_paced(tmp_path, monkeypatc
         send_unpaced(descriptor)
         told.append(control_of(descriptor))
 
-    for module in ("server", "links"):
+    for module in ("server", "client"):
         monkeypatch.setattr(f"lightning_recsys.parameter_server.{module}.send_unpaced", spy)
     with running(tmp_path, kind=OpenServer) as server:
         assert told == [b"reno"]  # where ZeroMQ listens

@@ -40,7 +40,7 @@ class DiesBetweenRounds(Callback):
         self.folder, self.made = folder, 0
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        rounds = trainer.strategy._run.driver.rounds
+        rounds = trainer.strategy.dense._run.driver.rounds
         if trainer.current_epoch == 0 and trainer.global_rank == 1 and batch_idx == 20:
             while rounds.count == 0:
                 time.sleep(0.01)
@@ -55,13 +55,13 @@ class DiesBetweenRounds(Callback):
                 time.sleep(0.01)
 
     def on_train_epoch_end(self, trainer, pl_module):
-        rounds = trainer.strategy._run.driver.rounds
+        rounds = trainer.strategy.dense._run.driver.rounds
         self.made = rounds.count
         with (self.folder / f"rounds-{trainer.global_rank}").open("a") as file:
             file.write(f"{rounds.count} {rounds.num_trainers}\n")
 
     def on_train_end(self, trainer, pl_module):
-        remembered = trainer.strategy._run.driver.rounds.algorithm.state_dict()
+        remembered = trainer.strategy.dense._run.driver.rounds.algorithm.state_dict()
         state = {"bias": pl_module.bias.detach().clone(), "world": dist.get_world_size(), **remembered}
         torch.save(state, self.folder / f"end-{trainer.global_rank}")
 

@@ -226,14 +226,14 @@ class LeaderDies(Dies):
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
         if (trainer.current_epoch, batch_idx) != (1, 2):
             return
-        driver = trainer.strategy._run.driver
+        driver = trainer.strategy.dense._run.driver
         while driver is not None and driver.rounds.count == 0:
             time.sleep(0.01)
         while not (self.folder / "batches-3-1").exists():  # nobody takes all of the epoch before
             time.sleep(0.01)
 
     def on_train_epoch_end(self, trainer, pl_module):
-        run = trainer.strategy._run
+        run = trainer.strategy.dense._run
         if trainer.current_epoch == 1 and run.driver is not None:
             told = f"{run.team.leads} {run.driver.rounds.count} {run.team.own_steps}"
             (self.folder / f"leads-{trainer.global_rank}").write_text(told)

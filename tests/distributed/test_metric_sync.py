@@ -14,6 +14,7 @@ def make() -> dict:
     return {
         "ne": NormalizedEntropy(WINDOW, from_logits=True),
         "auc": StreamingAUROC(from_logits=True),
+        "rare": StreamingAUROC(from_logits=True),  # whose blocks differ between the processes
         "log_loss": LogLoss(from_logits=True),
         "calibration": Calibration(from_logits=True),
     }
@@ -31,8 +32,9 @@ def measure_rank(rank: int, folder: str) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", WORLD), rank=rank, world_size=WORLD)
     metrics = make()
     for step in range(STEPS):
-        for metric in metrics.values():
-            metric.update(*batch(step, rank))
+        for name, metric in metrics.items():
+            logits, labels = batch(step, rank)
+            metric.update(logits * 20 - 40 * rank if name == "rare" else logits, labels)
     local = metrics["ne"].lifetime()
     values = {name: metric.compute() for name, metric in metrics.items()}
     with metrics["ne"].sync_context():
@@ -53,8 +55,9 @@ def test_metrics_on_two_processes_then_they_equal_one_process_on_the_concatenati
     alone = make()
     for step in range(STEPS):
         joined = [torch.cat(parts) for parts in zip(*(batch(step, rank) for rank in range(WORLD)), strict=True)]
-        for metric in alone.values():
-            metric.update(*joined)
+        shifts = torch.cat([torch.full((5 + rank,), 40.0 * rank) for rank in range(WORLD)])
+        for name, metric in alone.items():
+            metric.update(joined[0] * 20 - shifts if name == "rare" else joined[0], joined[1])
     expected = {name: metric.compute() for name, metric in alone.items()}
     expected["window"] = alone["ne"].window()
     expected["error_bound"] = alone["auc"].error_bound()

@@ -84,6 +84,9 @@ def test_last_version_when_two_workers_have_trained_then_it_has_the_bits_of_thei
     assert len(saved) >= 2
     state = read_checkpoint(saved[0]) if is_folder(saved[0]) else torch.load(saved[0], weights_only=False)
     assert state["callbacks"][publisher.state_key]["run"] == publisher._run
+    of_replica = {"replicas": 2 if name == "shadowsync" else 1, "average": None}
+    parts = [manifest.cut["dense"] for manifest in list_versions(tmp_path / "model")[1]]
+    assert parts == [of_replica | {"replica": 0}] * (len(parts) - 1) + [of_replica | {"replica": None}]
     assert result["version"] >= 6
     assert (result["gone"] > 0) == dynamic
     assert result["examples"] == 2560

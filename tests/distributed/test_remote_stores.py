@@ -488,7 +488,10 @@ def connect_as_nobody(_, path):
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="another user is needed")
 def test_socket_when_another_user_connects_then_is_refused_even_where_the_folder_lets_everybody_in():
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder, running(Path(folder)) as server:
+    with (
+        tempfile.TemporaryDirectory(dir="/dev/shm", prefix=f"stores-{os.getpid()}-") as folder,
+        running(Path(folder)) as server,
+    ):
         os.chmod(folder, 0o755)
         path = server.endpoint.removeprefix("ipc://")
         assert stat.S_IMODE(os.stat(path).st_mode) == 0o600

@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.timeout(280)]
 
 CASES = 6_000
 PER_EXAMPLE = 50  # requests that hypothesis draws at once: its own overhead is per example
-LIMITS = Limits(frames=5, header_bytes=2048, message_bytes=4096, rows=64)
+LIMITS = Limits(header_bytes=2048, message_bytes=4096, rows=64)
 IDS, OFFSETS, GRADS = torch.tensor([0, 5, 1, 4, 2, 0]), torch.arange(7), torch.ones(2, 3, 4)
 ROWS, CLOCKS = torch.tensor([2, 3, 4], dtype=torch.int32), torch.tensor([5, 1], dtype=torch.int32)
 EXCHANGE = {"pushes": 1, "counted": False, "copied": False, "steps": 1, "clock": "max", "staleness": 2}

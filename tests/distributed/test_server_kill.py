@@ -5,15 +5,22 @@ import os
 import signal
 import threading
 import time
-from contextlib import contextmanager
 
 import pytest
 import torch
-from server_processes import DIM, ROWS, TOUCHED, push_ones, run_server, run_server_that_dies
+from server_processes import (
+    DIM,
+    ROWS,
+    TOUCHED,
+    Processes,
+    processes,
+    push_ones,
+    run_server,
+    run_server_that_dies,
+)
 
 from lightning_recsys.embeddings import EmbeddingBagConfig
 from lightning_recsys.embeddings.kernels import TableLayout
-from lightning_recsys.launchers.processes import fork_server_context
 from lightning_recsys.optim import RowSGD, RowWiseAdagrad
 from lightning_recsys.parameter_server import connect
 from lightning_recsys.stores import DynamicRows, MappedStores
@@ -23,43 +30,6 @@ pytestmark = [pytest.mark.distributed, pytest.mark.timeout(280)]
 
 LAYOUT = TableLayout((EmbeddingBagConfig("t", ROWS, DIM, ("x", "y"), init_std=0.0),))
 KILLS = 6
-
-
-class Processes:
-    """Processes of a fork server; all of them end with the test."""
-
-    def __init__(self):
-        self._context = fork_server_context()
-        self.started = []
-
-    def start(self, target, *args):
-        """The process, and our end of the pipe whose other end it gets for the argument ``Processes``."""
-        ours, theirs = self._context.Pipe()
-        process = self._context.Process(target=target, args=[theirs if arg is Processes else arg for arg in args])
-        process.start()
-        theirs.close()
-        self.started.append((process, ours))
-        return process, ours
-
-    def serve(self, folder, bind=None, target=run_server, more=()):
-        process, pipe = self.start(target, folder, bind, Processes, *more)
-        assert pipe.poll(120), "the server did not start"
-        return process, pipe.recv()
-
-    def end(self):
-        for process, pipe in self.started:
-            process.kill()
-            process.join()
-            pipe.close()
-
-
-@contextmanager
-def processes():
-    pool = Processes()
-    try:
-        yield pool
-    finally:
-        pool.end()
 
 
 def test_updates_when_the_server_is_killed_under_load_then_none_is_lost_and_none_counts_twice(tmp_path):

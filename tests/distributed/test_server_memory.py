@@ -205,7 +205,7 @@ def test_client_when_it_says_hello_in_many_names_then_takes_one_place_until_it_g
 def test_client_when_its_place_was_given_away_before_its_first_push_then_gets_another_one(tmp_path):
     with running(tmp_path, max_clients=1) as server:
         stores = connect(server.endpoint, transport="tcp", timeout=20)
-        stores.connection._link.close(linger_seconds=0)  # as a network would
+        stores.connection._link.close()  # as a network would
         stores.connection._lost = True
         while len(server._connections):
             time.sleep(0.01)

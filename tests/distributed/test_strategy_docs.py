@@ -1,4 +1,4 @@
-"""The strategy that docs/strategies.md writes is one, and its table names all that there is to override."""
+"""The strategy that docs/own_strategy.md writes is one, and its table names all that there is to override."""
 
 import inspect
 import re
@@ -8,13 +8,21 @@ from pathlib import Path
 import pytest
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry
+from pytorch_lightning.strategies import DDPStrategy
 from served_strategy import make_trainer
 from torch import nn
 
 from lightning_recsys.embeddings import EmbeddingBagCollection, EmbeddingBagConfig, SparseFeatures
 from lightning_recsys.optim import RowSGD
-from lightning_recsys.strategies import RecsysStrategy, ServedStrategy
+from lightning_recsys.strategies import (
+    ComposedStrategy,
+    DensePart,
+    Pace,
+    RecsysStrategy,
+    Rows,
+    ServedRows,
+    ServedStrategy,
+)
 
 pytestmark = [
     pytest.mark.distributed,
@@ -24,7 +32,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
 ]
 
-PAGE = (Path(__file__).parents[2] / "docs" / "strategies.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "own_strategy.md").read_text()
 BATCHES = (4, 7)  # of rank 0 and of rank 1
 LR, GAP = 0.5, 2
 
@@ -74,23 +82,28 @@ class Counting(pl.LightningModule):
         return Ids(self.global_rank)
 
 
-def test_strategy_when_written_as_in_the_docs_then_trains_rows_on_two_workers_with_unequal_batches(
-    tmp_path, monkeypatch
+KEEPS = """
+class Keeps(LocalSGD):
+    def keep(self, tensors):  # the centre is there within a run alone
+        assert self._center.pull().numel() == 1
+        return tensors
+"""
+
+
+@pytest.mark.parametrize("rows", ["plain", "cached"])
+def test_part_when_written_as_in_the_docs_then_trains_rows_on_two_workers_with_unequal_batches(
+    tmp_path, monkeypatch, rows
 ):
     (code,) = (x for x in re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL) if "LocalSGD" in x)
-    (tmp_path / "local_sgd_of_the_docs.py").write_text(code)
+    (tmp_path / "local_sgd_of_the_docs.py").write_text(code + KEEPS)
     monkeypatch.syspath_prepend(tmp_path)
-    import local_sgd_of_the_docs  # noqa: F401 - registers itself
+    from local_sgd_of_the_docs import Keeps, strategy
 
+    assert (strategy.dense.gap, type(strategy.rows)) == (8, ServedRows)
     model = Counting()
-    try:
-        strategy = StrategyRegistry.get("local_sgd")
-        strategy.gap = GAP
-        make_trainer(strategy=strategy).fit(model)
-    finally:
-        StrategyRegistry.remove("local_sgd")
-    rows = model.tables.state_dict()["embedding_bags.user.weight"]
-    assert rows[:, 0].tolist() == [-LR * sum(BATCHES), -LR * BATCHES[0], -LR * BATCHES[1], 0.0]
+    make_trainer(strategy=ComposedStrategy(dense=Keeps(gap=GAP), rows=rows)).fit(model)
+    trained = model.tables.state_dict()["embedding_bags.user.weight"]
+    assert trained[:, 0].tolist() == [-LR * sum(BATCHES), -LR * BATCHES[0], -LR * BATCHES[1], 0.0]
     assert -0.1 * max(BATCHES) < model.bias.item() < 0
 
 
@@ -113,7 +126,7 @@ def names_of(strategy):
 
 
 def test_table_when_compared_with_the_classes_then_names_all_that_there_is_to_override():
-    section = PAGE.split("### All that a strategy may set, override or use")[1].split("\n## ")[0]
+    section = PAGE.split("## All that a strategy may set, override or use")[1].split("\n## ")[0]
     rows = [re.match(r"\| `(\w+)", line) for line in section.splitlines() if line.startswith("| `")]
     told = [row[1] for row in rows]
     assert len(told) == len(set(told))
@@ -132,4 +145,15 @@ def test_attributes_when_compared_with_an_object_then_the_page_names_them():
         strategy_name = "plain"
 
     public = {name for name in vars(Plain()) if not name.startswith("_")} - set(vars(DDPStrategy())) - arguments
-    assert told == public
+    assert told == public - set(inspect.get_annotations(RecsysStrategy)), "those are in the table"
+
+
+def test_contracts_when_compared_with_the_classes_then_the_page_names_each_method():
+    section = PAGE.split("## The three contracts")[1].split("\n## ")[0]
+    cells = [line.split("|")[1] for line in section.splitlines() if line.startswith("| ")]
+    told = set(re.findall(r"`(\w+)", " ".join(cells)))
+    for kind in (DensePart, Rows, ServedRows, Pace):
+        own = {name for base in kind.__mro__[:-1] for name in vars(base) if not name.startswith("_")}
+        beside = {"name", "exchanged_bytes", "num_replicas", "binds", "maps_stores"}  # what telemetry and plumbing read
+        beside |= {"tables", "plan", "collections", "strategy"}
+        assert own - beside <= told, kind.__name__

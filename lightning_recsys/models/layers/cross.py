@@ -133,7 +133,7 @@ class CrossNetwork(InputLayer):
 
     @property
     def sends(self) -> Sends:
-        """Of :meth:`project`, whose last number is that of its weights; :meth:`forward` sends gradients, too."""
+        """The exchange of :meth:`project`, its last number for the weights; :meth:`forward` sends gradients, too."""
         return Sends("all-reduce", len(self.weight), len(self.weight) + 1)
 
     def partial(self, x0_BK: Tensor) -> tuple[Tensor, Tensor]:

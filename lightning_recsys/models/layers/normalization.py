@@ -75,7 +75,7 @@ class LocalNormalization(nn.Module):
         return x_BH * (self.alpha * factor) - self.beta
 
     def extra_repr(self) -> str:
-        """What ``print`` shows."""
+        """The text that ``print`` shows."""
         return f"{self.alpha.numel()}, guard={self.guard}, momentum={self.momentum}"
 
     @torch.no_grad()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -20,24 +20,25 @@ from pytorch_lightning.strategies import DDPStrategy
 from pytorch_lightning.trainer.states import TrainerFn, TrainerStatus
 from torch import Tensor, nn
 from torch.distributed import ReduceOp
+from torch.distributed.constants import default_pg_timeout
+from torch.optim import Optimizer
 
-from lightning_recsys.checkpoints import FolderCheckpointIO, StoredRows, StoredTensor
+from lightning_recsys.checkpoints import FolderCheckpointIO, StoredRows, StoredTensor, let_lightning_read_folders
 from lightning_recsys.compression import make_codec
-from lightning_recsys.errors import RequestRefusedError, ServerUnreachableError
 from lightning_recsys.launchers import ForkserverLauncher, ServerSpec
+from lightning_recsys.runtime import fork_between_threads
 from lightning_recsys.strategies.common.averaged_copies import (
     AveragedCopies,
     averaging_callbacks,
-    refuse_statistics_after_averaging,
 )
 from lightning_recsys.strategies.common.own_values import OwnValues
 from lightning_recsys.strategies.common.refusals import (
     refuse_arguments,
-    refuse_checkpoints_at_urls,
     refuse_other_namespace,
     refuse_other_namespace_in,
-    refuse_tuners,
-    refuse_without_shape,
+    refuse_settings_of_servers,
+    refuse_to_fit,
+    without_defaults,
 )
 from lightning_recsys.strategies.common.run_changes import RunChanges
 from lightning_recsys.strategies.common.run_checkpoints import RunCheckpoints
@@ -47,10 +48,13 @@ from lightning_recsys.strategies.common.schedules import (
     refuse_different_schedules,
     refuse_metrics_of_all_ranks,
     refuse_rows_of_all_ranks,
+    refuse_unequal_batches,
 )
 from lightning_recsys.strategies.common.settings import require_kind, require_one_of, require_whole
 from lightning_recsys.strategies.common.stored_rows import dense_parameters, rows_left_out, stored_tensors
 from lightning_recsys.strategies.common.workers.meeting import ending_soon, join_on_loopback
+from lightning_recsys.strategies.common.workers.ranks import check_min_workers, check_started
+from lightning_recsys.strategies.parts import DensePart, Rows
 
 if TYPE_CHECKING:  # importing this package is quick; stores and their kernels come with the first use
     from lightning_recsys.parameter_server.meetings import ShareDealer
@@ -66,7 +70,9 @@ class RecsysStrategy(DDPStrategy):
 
     It is a ``DDPStrategy`` because Lightning knows those: samplers, logging, ``torch.compile`` and barriers work.
     Processes come from a fork server, or from ``torchrun`` or SLURM where these start them. Construction has no side
-    effect, the object can be pickled, and :meth:`teardown` may be called without :meth:`setup`, and repeatedly.
+    effect but that Lightning reads folders from then on (``let_lightning_read_folders``), as it does in workers from
+    :meth:`setup_environment` on. The object can be pickled, and :meth:`teardown` may be called without :meth:`setup`,
+    and repeatedly.
 
     Servers, if :meth:`server_specs` asks for any, run beside the workers from before they start until after they end.
     The ranks are workers only.
@@ -84,18 +90,26 @@ class RecsysStrategy(DDPStrategy):
         store_folder: Where the servers started here keep their files, in a folder of their own: a disk if tables are
             larger than memory. Default: shared memory.
         max_restarts: How often each server that dies is started again before it ends the run, or its group.
-        **kwargs: As for ``DDPStrategy``, except a start method. ``timeout`` is how long a worker waits for others, by
-            default 30 minutes, and a week where workers are free to fall behind.
+        timeout: How long a worker waits for others; by default 30 minutes, and a week where workers are free to fall
+            behind.
+        **kwargs: As for ``DDPStrategy``, except a start method. One that has its default counts as not given:
+            ``LightningCLI`` hands over all of them.
 
     Attributes:
+        dense: Who trains the parameters that are no rows: each process here. A subclass with another one sets it before
+            it calls ``super().__init__()``, and is as ``asynchronous`` and wraps the model as that says. Settling,
+            checkpoints and refusals are asked of it in ``ServedStrategy`` alone.
+        rows: Where the rows of the model's tables live: in the process here, all of them on each rank.
         asynchronous: Workers may be at different steps: nothing waits for all of them between two batches.
         wraps_model: Gradients are averaged by ``DistributedDataParallel``, if there are several workers. Otherwise
             parameters and buffers are broadcast from rank 0 at the start, and gradients stay where they are. A subclass
             where an argument decides either of the two sets it before it calls ``super().__init__()``.
         endpoints: Servers by kind, in index order; in workers, from :meth:`setup_environment` on.
+        dealer: Deals this worker its part of each epoch, while it trains, in runs that lease their epochs.
         changes: Temporary patches to Lightning, from :meth:`setup` to :meth:`teardown` of a run that fits.
         averages: What callbacks that average weights keep, in such a run with one of them.
         launches: Whether workers are processes of our launcher, on this machine; there from the start.
+        checkpoints: Saves and loads checkpoints whose rows are not in rank 0's memory.
         run_name: Name of this launch, which no other has; empty where the launcher is not ours.
         min_workers: An asynchronous run on our launcher goes on without workers that die as long as so many are left.
 
@@ -110,6 +124,8 @@ class RecsysStrategy(DDPStrategy):
     asynchronous: bool = False
     wraps_model: bool = True
     min_workers: int = 1
+    dense: DensePart
+    rows: Rows
 
     def __init__(
         self,
@@ -121,35 +137,31 @@ class RecsysStrategy(DDPStrategy):
         key_file: str | Path | None = None,
         store_folder: str | Path | None = None,
         max_restarts: int = 3,
+        timeout: timedelta | None = None,
         **kwargs: Any,
     ) -> None:
         require_whole("num_threads", num_threads)
         require_whole("max_restarts", max_restarts, at_least=0, hint="0 starts none again.")
         require_kind("key_file", key_file, (str, PathLike), "a path", optional=True)
         require_kind("store_folder", store_folder, (str, PathLike), "a path", optional=True)
-        require_kind(
-            "timeout",
-            kwargs.get("timeout"),
-            timedelta,
-            "a datetime.timedelta, such as timedelta(minutes=30)",
-            optional=True,
-        )
+        wanted = "a datetime.timedelta, such as timedelta(minutes=30)"
+        require_kind("timeout", timeout, timedelta, wanted, optional=True)
         require_one_of("transport", transport, get_args(Transport))
         make_codec(compression, "rows")
-        if servers is not None:
-            check_endpoints(servers)
-        elif key_file is not None:
-            raise ValueError(
-                f"strategy.key_file={key_file} is for strategy.servers, of which there are none. Servers that are"
-                " started here get keys of their own: leave it out, or name the servers that it belongs to."
-            )
+        check_endpoints(servers, key_file)
+        if "dense" in vars(self):
+            self.asynchronous, self.wraps_model = self.dense.asynchronous, self.dense.wraps_model
+        else:
+            self.dense = DensePart()
         refuse_other_namespace(*kwargs.values())
+        kwargs = without_defaults(kwargs)
         refuse_arguments(self, kwargs)
-        if self.asynchronous:
-            kwargs.setdefault("timeout", PATIENCE)
+        if timeout is None:
+            timeout = PATIENCE if self.asynchronous else default_pg_timeout
         if kwargs.get("checkpoint_io") is None:
             kwargs["checkpoint_io"] = FolderCheckpointIO()
-        super().__init__(start_method="forkserver", **kwargs)
+        super().__init__(start_method="forkserver", timeout=timeout, **kwargs)
+        let_lightning_read_folders()
         self.num_threads = num_threads
         self.servers = None if servers is None else tuple(servers)
         self.transport: Transport = transport
@@ -161,8 +173,11 @@ class RecsysStrategy(DDPStrategy):
         self.launches = False
         self.run_name = ""
         self.run_servers = RunServers(self)
-        self._checkpoints = RunCheckpoints(self)
+        self.checkpoints = RunCheckpoints(self)
+        self.rows = Rows()
         self._reset()
+        for part in (self.dense, self.rows):
+            part.attach(self)
 
     def _reset(self) -> None:
         """Have nothing of a run: at the start, when one is over, and in copies. Subclasses add what they keep of one.
@@ -171,7 +186,7 @@ class RecsysStrategy(DDPStrategy):
         """
         self.changes: RunChanges | None = None
         self.averages: AveragedCopies | None = None
-        self._dealer: ShareDealer | None = None  # of this worker's part of each epoch, while it trains
+        self.dealer: ShareDealer | None = None  # of this worker's part of each epoch, while it trains
         self._num_validating = 0  # workers among whom the rows of validation are shared, while a run trains
         self._frozen: list[tuple[str, nn.Parameter]] = []  # parameters that no worker shares, while a run trains
         self._shared_buffers: list[Tensor] = []  # rank 0's at each batch, where nothing that wraps the model does it
@@ -217,10 +232,26 @@ class RecsysStrategy(DDPStrategy):
 
         Rank 0 calls this between two steps, such as to publish the model, while others train on.
         """
+        self.dense.show()
+
+    def set_world_ranks(self) -> None:
+        """Take as many processes as the dense part says, where it says so."""
+        self.dense.take_ranks()
+        super().set_world_ranks()
+
+    @property
+    def patience(self) -> timedelta:
+        """How long ranks wait for each other."""
+        return self._timeout or default_pg_timeout
 
     def telemetry(self) -> Mapping[str, Any]:
-        """What ``TelemetryMonitor`` logs: numbers or tensors of many observations, by name. Must not communicate."""
+        """Values for ``TelemetryMonitor``: numbers or tensors of many observations, by name. Must not communicate."""
         return {}
+
+    @property
+    def gradient_scale(self) -> float:
+        """The factor of a worker's row gradients where rows are on servers."""
+        return 1.0
 
     @property
     def maps_stores(self) -> bool:
@@ -257,7 +288,7 @@ class RecsysStrategy(DDPStrategy):
         return self._trainer is not None and self._trainer.state.status == TrainerStatus.INTERRUPTED
 
     def stored_tensors(self) -> Mapping[str, StoredTensor | StoredRows]:
-        """What a checkpoint takes from elsewhere than this process's model, by its keys in the state dict."""
+        """Tensors of a checkpoint that are elsewhere than in this process's model, by keys in the state dict."""
         if self.lightning_module is None:
             return {}
         return stored_tensors(self.task, rank=self.living_rank, world_size=self.num_living)
@@ -289,10 +320,10 @@ class RecsysStrategy(DDPStrategy):
     @property
     def saves_folders(self) -> bool:
         """Whether a checkpoint is a folder at the moment: there is something that rank 0 does not have."""
-        return bool(self.stored_tensors())
+        return self.dense.is_spread or bool(self.stored_tensors())
 
     def checkpoint_extras(self) -> dict[str, Any] | None:
-        """What this rank adds to a folder checkpoint that is more than weights, in plain containers and tensors."""
+        """The part that this rank adds to a folder with more than weights, in plain containers and tensors."""
         return None
 
     @property
@@ -311,31 +342,13 @@ class RecsysStrategy(DDPStrategy):
         assert self.cluster_environment is not None
         if not self.cluster_environment.creates_processes_externally:
             self.launches = True
-            if self.min_workers > (workers := self.num_nodes * self.num_processes):
-                raise ValueError(
-                    f"strategy.min_workers={self.min_workers}, and the run has {workers} workers (trainer.devices times"
-                    f" trainer.num_nodes). Choose at most {workers}, by which none may die."
-                )
+            check_min_workers(self)
             self._launcher = ForkserverLauncher(
                 self,
                 num_threads=self.num_threads,
                 serving=self.run_servers.beside_workers,
-                survive=self._survive,
+                survive=self.run_servers.survive,
             )
-
-    def _survive(self, trainer: pl.Trainer | None, rank: int, left: int) -> str | None:
-        """In the main process: ``None`` where the others go on without a worker that died; else why they cannot."""
-        if not self.asynchronous or trainer is None or trainer.state.fn != TrainerFn.FITTING:
-            return ""
-        if (place := self.run_servers.meeting_place()) is None:
-            return ""
-        if left < self.min_workers:
-            return f"That leaves {left} workers, fewer than strategy.min_workers={self.min_workers}: the run ends."
-        try:
-            goes_on = place.lose(rank)
-        except (ServerUnreachableError, RequestRefusedError) as error:
-            return f"The others could not be told: {error}"
-        return None if goes_on else "It died before all workers had met: the run could not begin."
 
     def setup_environment(self) -> None:
         """Join the process group and find the servers; start them if no launcher of ours has.
@@ -345,24 +358,14 @@ class RecsysStrategy(DDPStrategy):
             TypeError: a part of the trainer comes from ``lightning.pytorch``.
         """
         assert self.cluster_environment is not None
+        let_lightning_read_folders()  # a worker process has this object from a pickle, which constructs nothing
+        fork_between_threads()
         specs = self.server_specs()
         if self.lightning_module is not None:
             refuse_other_namespace_in(self.task.trainer)
-        if self.servers is not None and not specs:
-            raise ValueError(
-                f"strategy.servers={list(self.servers)}: {type(self).__name__} keeps nothing on servers. Leave"
-                " strategy.servers out."
-            )
-        if self.world_size != (asked := self.num_nodes * self.num_processes):
-            raise ValueError(
-                f"{self.world_size} processes were started, but trainer.num_nodes={self.num_nodes} times"
-                f" trainer.devices={self.num_processes} is {asked}. Set both to what the processes' launcher was told."
-            )
-        if self.compression != "none" and not specs:
-            raise ValueError(
-                f"strategy.compression={self.compression}: {type(self).__name__} sends no rows to servers. Leave"
-                " strategy.compression out."
-            )
+        check_started(self)
+        if not specs:
+            refuse_settings_of_servers(self)
         super().setup_environment()
         self.run_servers.find(specs)
 
@@ -396,17 +399,10 @@ class RecsysStrategy(DDPStrategy):
             TypeError: a callback trains on trial.
         """
         if trainer.state.fn == TrainerFn.FITTING:
-            refuse_without_shape(trainer.lightning_module)
-            if self.asynchronous and self._layer_sync is not None:
-                raise ValueError("trainer.sync_batchnorm=True makes every worker wait for all others at every layer.")
-            if not self.wraps_model or self.server_specs():
-                refuse_tuners(trainer, strategy=type(self).__name__)
-                refuse_checkpoints_at_urls(trainer, trainer.lightning_module)
-            if self.asynchronous:
-                refuse_statistics_after_averaging(trainer)
+            refuse_to_fit(self, trainer)
             self.changes = RunChanges(trainer)
             self.changes.before_train_end(self.finish_training)
-            self.changes.end_by_signal(free=self.asynchronous)
+            self.changes.end_by_signal(together=self.world_size > 1 and not self.asynchronous)
             if self.world_size > 1:
                 self.changes.rank_checkpoints_by(self.broadcast)
             if self.asynchronous:
@@ -418,7 +414,7 @@ class RecsysStrategy(DDPStrategy):
                 self.changes.compute_metrics_by(among_the_living)
                 self.changes.before_validation_data(partial(self._share_validation, trainer))
         self.bind_backends()
-        self._checkpoints.load_rows()
+        self.checkpoints.load_rows()
         if trainer.state.fn == TrainerFn.FITTING and averaging_callbacks(trainer):
             self.averages = AveragedCopies(trainer)
         if trainer.state.fn == TrainerFn.FITTING and self.asynchronous:
@@ -442,6 +438,7 @@ class RecsysStrategy(DDPStrategy):
         if self.world_size > 1:
             dense = dense_parameters(self.task)
             self._frozen = [(name, x) for name, x in dense if not x.requires_grad]
+        self.dense.start()
 
     def on_train_start(self) -> None:
         """Refuse what would leave the ranks waiting for each other; where they are free, deal shares out.
@@ -451,23 +448,18 @@ class RecsysStrategy(DDPStrategy):
                 wait at each batch, or different numbers of times.
         """
         trainer = self.task.trainer
+        self.rows.foresee()
         if self.asynchronous:
             if (place := self.run_servers.meeting_place()) is not None and self.changes is not None:
                 from lightning_recsys.strategies.common.workers.dealing import deal_shares
 
-                self._dealer = deal_shares(trainer, self.changes, place, self.run_servers.is_asked_to_end)
+                self.dealer = deal_shares(trainer, self.changes, place, self.run_servers.is_asked_to_end)
             refuse_clocks(trainer)
             refuse_different_schedules(trainer)
-            return
-        per_rank: list[int | float] = [0] * self.world_size
-        # inf where a loader has no length
-        torch.distributed.all_gather_object(per_rank, trainer.num_training_batches)
-        if len(set(per_rank)) > 1:
-            raise ValueError(
-                "every rank needs the same number of training batches, or the first to finish leaves the others waiting"
-                f" for ever; got {per_rank} on ranks 0 to {self.world_size - 1}. Drop or repeat batches in the loader,"
-                f" or set trainer.limit_train_batches={min(per_rank)}."
-            )
+        else:
+            refuse_unequal_batches(trainer)
+        self.rows.begin()
+        self.dense.begin()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Stop where a server is gone for good or lent anew, or a frozen parameter is frozen no more.
@@ -488,6 +480,34 @@ class RecsysStrategy(DDPStrategy):
                 )
         for buffer in self._shared_buffers:
             dist.broadcast(buffer, 0)
+        self.rows.begin_batch(batch_idx)
+        self.dense.begin_batch(batch_idx)
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Let the rows know what batches are to come, where they ask for it."""
+        return self.rows.look_at(super().process_dataloader(dataloader))
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+        """Step as the dense part does, and let the rows know that those which wait for it may be updated."""
+        lightning_step = super().optimizer_step
+
+        def make(optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
+            output = lightning_step(optimizer, closure, *args, **kwargs)
+            self.rows.step(waited=True)
+            return output
+
+        return self.dense.step(optimizer, closure, make)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """An optimizer's state, from wherever the dense part has it."""
+        self.dense.fill(optimizer)
+        state: dict[str, Any] = super().optimizer_state(optimizer)
+        return state
+
+    def post_backward(self, closure_loss: Tensor) -> None:
+        """Let the rows know that gradients are there."""
+        super().post_backward(closure_loss)
+        self.rows.step(waited=False)
 
     def on_train_end(self) -> None:
         """Wait for workers that are behind: the first one's process holds what lets them find each other."""
@@ -496,9 +516,10 @@ class RecsysStrategy(DDPStrategy):
 
     def teardown(self) -> None:
         """Undo :meth:`setup` and :meth:`setup_environment`, as far as they have come."""
-        if self._dealer is not None:
-            self._dealer.close()
-        self._checkpoints.close()
+        if self.dealer is not None:
+            self.dealer.close()
+        self.dense.stop()
+        self.checkpoints.close()
         self.unbind_backends()
         if self.averages is not None:
             self.averages.release()
@@ -527,7 +548,7 @@ class RecsysStrategy(DDPStrategy):
         super().barrier(*args, **kwargs)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """What rank ``src`` has; a rank whose run has failed keeps its own."""
+        """Give all ranks the object of rank ``src``; a rank whose run has failed keeps its own."""
         return obj if self._has_failed else super().broadcast(obj, src)
 
     def reduce(self, tensor: Tensor, group: Any | None = None, reduce_op: ReduceOp | str | None = "mean") -> Tensor:
@@ -564,16 +585,16 @@ class RecsysStrategy(DDPStrategy):
         Raises:
             TypeError: ``storage_options`` for a folder.
         """
-        if not self._checkpoints.save(checkpoint, filepath, storage_options):
+        if not self.checkpoints.save(checkpoint, filepath, storage_options):
             super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
         """Load a file or a folder; a folder's rows wait for :meth:`bind_backends` where that brings them elsewhere."""
-        loaded = self._checkpoints.load(checkpoint_path, weights_only=weights_only)
+        loaded = self.checkpoints.load(checkpoint_path, weights_only=weights_only)
         return super().load_checkpoint(checkpoint_path, weights_only=weights_only) if loaded is None else loaded
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load the weights, and the rows as well where they are in stores already; every rank calls this."""
         super().load_model_state_dict(checkpoint, strict=strict)
         if self.stored_tensors():  # in the middle of a run
-            self._checkpoints.load_rows()
+            self.checkpoints.load_rows()

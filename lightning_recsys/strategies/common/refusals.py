@@ -6,7 +6,7 @@ import inspect
 import itertools
 from collections.abc import Mapping
 from difflib import get_close_matches
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytorch_lightning as pl
 from pytorch_lightning.callbacks import BatchSizeFinder, LearningRateFinder
@@ -16,10 +16,28 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from lightning_recsys.checkpoints import refuse_url
+from lightning_recsys.strategies.common.averaged_copies import refuse_statistics_after_averaging
 from lightning_recsys.strategies.common.stored_rows import row_keys
 
 if TYPE_CHECKING:
     from lightning_recsys.strategies.common.base import RecsysStrategy
+
+
+def refuse_to_fit(strategy: RecsysStrategy, trainer: pl.Trainer) -> None:
+    """Refuse what would go wrong in a fit, ahead of it.
+
+    Raises:
+        ValueError: a lazy module has seen no batch, or a setting or a callback makes workers wait that run free.
+        TypeError: a callback trains on trial.
+    """
+    refuse_without_shape(trainer.lightning_module)
+    if not strategy.wraps_model or strategy.server_specs():
+        refuse_tuners(trainer, strategy=type(strategy).__name__)
+        refuse_checkpoints_at_urls(trainer, trainer.lightning_module)
+    if strategy.asynchronous:
+        if strategy._layer_sync is not None:
+            raise ValueError("trainer.sync_batchnorm=True makes every worker wait for all others at every layer.")
+        refuse_statistics_after_averaging(trainer)
 
 
 def refuse_tuners(trainer: pl.Trainer, *, strategy: str) -> None:
@@ -91,6 +109,23 @@ def refuse_other_namespace_in(trainer: pl.Trainer) -> None:
     refuse_other_namespace(*callbacks, *trainer.loggers, data, profiler)
 
 
+def without_defaults(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Further arguments of a strategy without those that have the default that Lightning or torch gives them.
+
+    ``LightningCLI`` hands over every argument that a class and its bases have, whether a config names it or not.
+    """
+    parameters = {**inspect.signature(DistributedDataParallel).parameters, **inspect.signature(DDPStrategy).parameters}
+    defaults = {name: x.default for name, x in parameters.items() if name != "start_method"}
+    missing = object()
+    return {
+        name: value
+        for name, value in arguments.items()
+        if not (
+            value is (default := defaults.get(name, missing)) or (type(value) is type(default) and value == default)
+        )
+    }
+
+
 def refuse_arguments(strategy: RecsysStrategy, arguments: Mapping[str, object]) -> None:
     """Refuse further arguments of a strategy that nobody would read.
 
@@ -118,3 +153,21 @@ def refuse_arguments(strategy: RecsysStrategy, arguments: Mapping[str, object]) 
     useless = [name for name in given if name in for_wrapping]
     if useless and not strategy.wraps_model:
         raise TypeError(f"{kind.__name__} does not use DistributedDataParallel, so it has no use for {useless}.")
+
+
+def refuse_settings_of_servers(strategy: RecsysStrategy) -> None:
+    """Refuse what only servers could heed, of a strategy that wants none.
+
+    Raises:
+        ValueError: ``servers`` or ``compression`` is given.
+    """
+    name = type(strategy).__name__
+    if strategy.servers is not None:
+        raise ValueError(
+            f"strategy.servers={list(strategy.servers)}: {name} keeps nothing on servers. Leave strategy.servers out."
+        )
+    if strategy.compression != "none":
+        raise ValueError(
+            f"strategy.compression={strategy.compression}: {name} sends no rows to servers. Leave strategy.compression"
+            " out."
+        )

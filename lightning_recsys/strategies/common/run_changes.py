@@ -11,6 +11,8 @@ from types import FrameType
 from typing import Any, TypeVar
 
 import pytorch_lightning as pl
+import torch
+import torch.distributed as dist
 from pytorch_lightning.callbacks import LambdaCallback, ModelCheckpoint, ProgressBar
 from pytorch_lightning.core.optimizer import LightningOptimizer
 from pytorch_lightning.trainer.connectors.logger_connector.result import _ResultMetric
@@ -31,10 +33,14 @@ class RunChanges:
 
     Args:
         trainer: The trainer whose parts are replaced during the run.
+
+    Attributes:
+        asked_to_end: A SIGTERM has come, since :meth:`end_by_signal` was called.
     """
 
     def __init__(self, trainer: pl.Trainer) -> None:
         self._trainer = trainer
+        self.asked_to_end = False
         self._undoing = ExitStack()  # gives back what was patched, the last patch first
 
     def before_train_end(self, function: Callable[[], None]) -> None:
@@ -61,39 +67,43 @@ class RunChanges:
 
         self._replace(loop, "setup_data", call_and_set_up)
 
-    def end_by_signal(self, *, free: bool) -> None:
+    def end_by_signal(self, *, together: bool) -> None:
         """End by SIGTERM once it has come, whatever breaks before the loop looks for it.
 
         Servers and other ranks got it as well: some may be gone while this one is still in its batch.
 
         Args:
-            free: Let workers run ahead. Lightning 2.6 broadcasts at every training batch whether rank 0 got a SIGTERM,
-                and in the signal's handler as well. Without that a worker stops for its own SIGTERM only, after the
-                batch that it is at. Whoever starts the workers sends the signal to all of them.
+            together: All ranks end before the same batch, once any of them got the signal: they agree on it where
+                Lightning 2.6 broadcasts at every batch what rank 0 got. (Lightning broadcasts in the signal's handler
+                as well, and there each rank is at a collective of its own, so that all of them may wait for ever.)
+                Otherwise a worker stops for its own SIGTERM only, after the batch that it is at. Whoever starts the
+                workers sends the signal to all of them.
         """
         fit_loop, connector = self._trainer.fit_loop, self._trainer._signal_connector
-        run, notify = fit_loop.run, connector._sigterm_notifier_fn
-        signals = []
+        run, device = fit_loop.run, self._trainer.strategy.root_device
 
         def hear(number: int, frame: FrameType) -> None:
-            signals.append(number)  # first of all: the broadcast fails where rank 0 has ended
-            if not free:
-                notify(number, frame)
-            connector.received_sigterm = True
+            self.asked_to_end = True
+            connector.received_sigterm = not together
+
+        def agree() -> None:
+            heard = torch.tensor(int(self.asked_to_end), device=device)
+            dist.all_reduce(heard, dist.ReduceOp.MAX)
+            if heard:
+                raise SIGTERMException
 
         def run_until_signal() -> None:
             try:
                 run()
             except Exception as error:
-                if not signals:
+                if not self.asked_to_end:
                     raise
                 log.info("After SIGTERM: %s: %s", type(error).__name__, error)
                 raise SIGTERMException from error
 
         self._replace(connector, "_sigterm_notifier_fn", hear)
         self._replace(fit_loop, "run", run_until_signal)
-        if free:
-            self._replace(fit_loop.epoch_loop, "_broadcast_sigterm_tensor", lambda: None)
+        self._replace(fit_loop.epoch_loop, "_broadcast_sigterm_tensor", agree if together else lambda: None)
 
     def log_through(self, function: Callable[..., None]) -> None:
         """Log values of the training loop by a function that gets Lightning's own and its arguments.

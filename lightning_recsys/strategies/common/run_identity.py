@@ -11,7 +11,7 @@ from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 
-from lightning_recsys.stores.locality import boot_id
+from lightning_recsys.stores.folders.locality import boot_id
 
 JOB = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_STEP_ID")
 NETWORK = Path("/proc/self/ns/net")

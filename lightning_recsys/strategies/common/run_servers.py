@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -10,10 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
+from pytorch_lightning.trainer.states import TrainerFn
+
 from lightning_recsys.errors import RequestRefusedError, ServerUnreachableError
 from lightning_recsys.launchers import NodeServers, ServerSpec, Sidecars
 
 if TYPE_CHECKING:  # importing strategies is quick; stores and their kernels come with the first use
+    import pytorch_lightning as pl
+
     from lightning_recsys.parameter_server.connect import Transport
     from lightning_recsys.parameter_server.keys import ClientKeys
     from lightning_recsys.parameter_server.lease import RunLease
@@ -93,6 +98,21 @@ class RunServers:
         keys = None if strategy.key_file is None else str(strategy.key_file)
         return MeetingPlace(servers[0], strategy.run_name, strategy.num_processes, keys)
 
+    def survive(self, trainer: pl.Trainer | None, rank: int, left: int) -> str | None:
+        """In the main process: ``None`` where the others go on without a worker that died; else why they cannot."""
+        strategy = self._strategy
+        if not strategy.asynchronous or trainer is None or trainer.state.fn != TrainerFn.FITTING:
+            return ""
+        if (place := self.meeting_place()) is None:
+            return ""
+        if left < strategy.min_workers:
+            return f"That leaves {left} workers, fewer than strategy.min_workers={strategy.min_workers}: the run ends."
+        try:
+            goes_on = place.lose(rank)
+        except (ServerUnreachableError, RequestRefusedError) as error:
+            return f"The others could not be told: {error}"
+        return None if goes_on else "It died before all workers had met: the run could not begin."
+
     def lost_ranks(self) -> frozenset[int]:
         """The ranks that have died, as the launcher has told the place where ranks meet."""
         place = self.meeting_place()
@@ -153,7 +173,9 @@ class RunServers:
 
     def is_asked_to_end(self) -> bool:
         """Whether this process got a SIGTERM: it does not wait for a server that is gone, then."""
-        module = self._strategy.lightning_module
+        module, changes = self._strategy.lightning_module, self._strategy.changes
+        if changes is not None and changes.asked_to_end:
+            return True
         return module is not None and module._trainer is not None and module._trainer.received_sigterm
 
     def disconnect(self) -> None:
@@ -184,8 +206,15 @@ class RunServers:
             self._lease = None
 
 
-def check_endpoints(servers: Sequence[str]) -> None:
+def check_endpoints(servers: Sequence[str] | None, key_file: str | os.PathLike[str] | None) -> None:
     """Before workers start: each of them would say what is wrong with one endpoint at a time."""
+    if servers is None and key_file is not None:
+        raise ValueError(
+            f"strategy.key_file={key_file} is for strategy.servers, of which there are none. Servers that are started"
+            " here get keys of their own: leave it out, or name the servers that it belongs to."
+        )
+    if servers is None:
+        return
     listed = () if isinstance(servers, str) else servers
     if not listed or not all(re.fullmatch(r"tcp://[^/]+:[1-9][0-9]*|ipc:///.+", endpoint) for endpoint in listed):
         raise ValueError(

@@ -181,3 +181,19 @@ def _ends_before(trainer: pl.Trainer, steps: int) -> bool:
 def _has_one_epoch(trainer: pl.Trainer) -> bool:
     """Whether the run begins and ends with the same epoch, so that all ranks begin to count at the same batch."""
     return trainer.global_step == 0 and trainer.max_epochs == 1
+
+
+def refuse_unequal_batches(trainer: pl.Trainer) -> None:
+    """Refuse ranks with unequal numbers of training batches; all ranks call this.
+
+    Raises:
+        ValueError: the ranks have unequal numbers of them.
+    """
+    per_rank: list[int | float] = [0] * trainer.world_size
+    dist.all_gather_object(per_rank, trainer.num_training_batches)  # inf where a loader has no length
+    if len(set(per_rank)) > 1:
+        raise ValueError(
+            "every rank needs the same number of training batches, or the first to finish leaves the others waiting for"
+            f" ever; got {per_rank} on ranks 0 to {trainer.world_size - 1}. Drop or repeat batches in the loader, or"
+            f" set trainer.limit_train_batches={min(per_rank)}."
+        )

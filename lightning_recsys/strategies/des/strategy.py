@@ -28,7 +28,6 @@ from lightning_recsys.data.module import CTRDataModule
 from lightning_recsys.launchers.folders import RunFolder
 from lightning_recsys.launchers.sidecars import folder_for_stores
 from lightning_recsys.placement import FieldMethod, FieldPlan, place_fields
-from lightning_recsys.renamed import renamed_arguments
 from lightning_recsys.stores.dynamic.rows import DynamicRows
 from lightning_recsys.strategies.common.averaged_copies import averaging_callbacks
 from lightning_recsys.strategies.common.base import RecsysStrategy
@@ -89,7 +88,6 @@ class DESStrategy(RecsysStrategy):
     strategy_name = "des"
     wraps_model = False
 
-    @renamed_arguments(placement="field_placement", replicas="num_replicas")
     def __init__(
         self,
         *,
@@ -275,7 +273,7 @@ class DESStrategy(RecsysStrategy):
 
     @property
     def sends(self) -> dict[str, Any]:
-        """What each layer exchanges in a step (:class:`~lightning_recsys.models.layers.Sends`), by its path."""
+        """The exchange of each layer in a step (:class:`~lightning_recsys.models.layers.Sends`), by its path."""
         return {} if self._cut is None else dict(self._cut.sends)
 
     # --- Training ----------------------------------------------------------------------------------------------------

@@ -2,94 +2,54 @@
 
 from __future__ import annotations
 
-import logging
-import math
-from collections.abc import Sequence
-from typing import Any, Literal, cast, get_args
+from typing import Any
 
-import pytorch_lightning as pl
-import torch
-import torch.distributed as dist
-from lightning_fabric.utilities.data import _auto_add_worker_init_fn
-from torch import Tensor
-
-from lightning_recsys.embeddings import EmbeddingBagCollection
-from lightning_recsys.placement import PlacementPlan
-from lightning_recsys.renamed import renamed_arguments
-from lightning_recsys.row_cache.backend import CachedBackend
 from lightning_recsys.row_cache.index import CachePolicy
-from lightning_recsys.row_cache.look_ahead import LookAhead, peekable
-from lightning_recsys.row_cache.owners import sum_at_owners
-from lightning_recsys.row_cache.shared_index import SharedIndex
-from lightning_recsys.stores.interfaces import Stores
-from lightning_recsys.strategies.common.served import ServedStrategy
-from lightning_recsys.strategies.common.settings import (
-    refuse_meaningless,
-    require_kind,
-    require_number,
-    require_one_of,
-    require_whole,
+from lightning_recsys.strategies.common.settings import refuse_meaningless
+from lightning_recsys.strategies.parts import InStep
+from lightning_recsys.strategies.rows.cached import (
+    AUTO,
+    DEFAULT_LOOKAHEAD_BATCHES,
+    DEFAULT_LOOKAHEAD_BYTES,
+    CachedAlgorithm,
+    CachedRows,
 )
-from lightning_recsys.sync import ClockName, ClockRule
-
-Algorithm = Literal["het", "hybrid"]
-
-_MOVED = {
-    "ps": "async_ps",
-    "allreduce": "ddp_forkserver (in the recipes: ddp)",
-}  # algorithms that are other strategies now
-
-DEFAULT_FRACTION = 0.1
-# With 10 % of the rows in the cache (Zipf 1.1, s = 100) so many points of the bytes are saved less than by Belady's
-# choice among all batches: 3.4 at B = 128 and 6.2 at B = 2048 where no batch is looked at, 1.7 and 1.8 with these (400
-# batches in 80 MiB, 41 in 128), 1.1 with the 600 batches of 128 that 128 MiB would hold.
-DEFAULT_LOOKAHEAD_BATCHES = 400
-DEFAULT_LOOKAHEAD_BYTES = 128 << 20
-
-log = logging.getLogger(f"pytorch_lightning.{__name__}")  # which has a handler in worker processes, too
-
-_LAGS = ("0", "1_to_9", "10_to_99", "from_100")
+from lightning_recsys.strategies.served import ServedStrategy
+from lightning_recsys.sync import ClockName
 
 
 class HETStrategy(ServedStrategy):
     r"""DDP for the dense part; rows on servers, and in each worker a cache of those that it needs most.
 
-    A worker reads and trains its copy of a row without asking anybody, as long as the copy is at most ``staleness``
-    updates ahead of what was fetched and at most as many behind the server; then its updates go to the server and the
-    row is fetched again. Popular rows, which make up most of the traffic, so travel once in many steps.
+    The dense part is that of DDP: its gradients are averaged at each step. Rows are
+    :class:`~lightning_recsys.strategies.CachedRows`, which explain themselves. Workers go in step by batches, so a
+    row's update is by the mean of their gradients.
 
     Args:
-        algorithm: ``het`` is the above. ``hybrid``, which it is compared with, has no cache: every row is fetched and
-            pushed at every step.
+        algorithm: ``het``, or ``hybrid``, which it is compared with and which has no cache.
         cache_rows: Rows that a worker keeps of each collection.
         cache_fraction: The same as a share of the collection's rows, in ``(0, 1]``; 0.1 where neither is given.
         staleness: :math:`s`, in updates of a row; 0 gives the result of no cache and of ``ddp``, ``None`` or ``"inf"``
-            no bound.
+            no bound; ``"auto"`` follows the length of the run.
+        max_missed_updates: How many updates of a row, of all other workers together, a read may lack; instead of
+            ``staleness`` and ``clock``.
         policy: Which rows leave a full cache, of those that no known batch needs: ``lru``, ``lfu`` or ``light_lfu``.
         clock: What a push makes of a row's clock on its server: ``max``, as in the paper, or ``sum``.
-        prefetch: Look at the next batch one step early, and let its rows travel while the present one computes. Rows
-            in shared memory do not travel.
-        lookahead_batches: Look at up to so many batches ahead, and keep the rows that they need soonest; 0 leaves all
-            to the policy. Not done for rows in shared memory, of which a missing one costs next to nothing.
-        lookahead_bytes: But at no more than the next one once those that wait take so much memory, with some 50 bytes
-            for each of their ids.
-        **kwargs: Further arguments of :class:`~lightning_recsys.strategies.common.served.ServedStrategy` and of
-            ``DistributedDataParallel``.
+        prefetch: Look at the next batch one step early, and let its rows travel while the present one computes.
+        lookahead_batches: Look at up to so many batches ahead, and keep the rows that they need soonest.
+        lookahead_bytes: But at no more than the next one once those that wait take so much memory.
+        **kwargs: Further arguments of :class:`~lightning_recsys.strategies.served.ServedStrategy`, but for
+            ``rows``, and of ``DistributedDataParallel``.
 
     Raises:
         ValueError: an argument is out of range, both cache sizes are given, ``dynamic_rows`` without ``cache_rows``, or
             settings of a cache with ``hybrid``.
         TypeError: an argument is of another type.
 
-    Communication: per step, one all-reduce of the dense gradients, and one message to each server with what the batch
-    lacks, the clocks of what it has, and the updates of rows that left the cache; a second message for rows that are
-    too stale. Without staleness, and with ``hybrid``, the workers go in step: they send gradients of rows that several
-    of them have to one of these, which makes the row's update, and meet when all updates have arrived.
+    Communication: per step, one all-reduce of the dense gradients, and what the rows send.
     Reference: Miao et al. 2022, "HET: scaling out huge embedding model training via cache-enabled distributed
     framework".
-    Differs from the paper: updates that are left in a cache at the end are pushed, not dropped; rows train by Adagrad
-    and rowwise Adagrad as well, with ``hybrid`` by any rule; with ``prefetch`` clocks are compared one step early; in
-    step, gradients of a row meet at a worker and not at the server.
+    Differs from the paper: as the rows say.
 
     >>> from pytorch_lightning import Trainer
     >>> strategy = HETStrategy(cache_fraction=0.05, staleness=10)
@@ -98,15 +58,17 @@ class HETStrategy(ServedStrategy):
     """
 
     strategy_name = "het"
+    rows: CachedRows
+    pace = InStep()
 
-    @renamed_arguments(num_servers="num_embedding_servers", mode="algorithm")
     def __init__(
         self,
         *,
-        algorithm: Algorithm = "het",
+        algorithm: CachedAlgorithm = "het",
         cache_rows: int | None = None,
         cache_fraction: float | None = None,
-        staleness: int | float | str | None = 100,
+        staleness: int | float | str | None = AUTO,
+        max_missed_updates: int | None = None,
         policy: CachePolicy = "light_lfu",
         clock: ClockName = "max",
         prefetch: bool = True,
@@ -114,261 +76,27 @@ class HETStrategy(ServedStrategy):
         lookahead_bytes: int = DEFAULT_LOOKAHEAD_BYTES,
         **kwargs: Any,
     ) -> None:
-        if algorithm in _MOVED:
-            raise ValueError(
-                f"strategy.algorithm={algorithm} is a strategy of its own: use strategy={_MOVED[algorithm]}."
-                f" HETStrategy has {', '.join(get_args(Algorithm))}."
-            )
-        require_one_of("algorithm", algorithm, get_args(Algorithm))
+        self._cache: dict[str, Any] = {
+            "algorithm": algorithm,
+            "cache_rows": cache_rows,
+            "cache_fraction": cache_fraction,
+            "staleness": staleness,
+            "max_missed_updates": max_missed_updates,
+            "policy": policy,
+            "clock": clock,
+            "prefetch": prefetch,
+            "lookahead_batches": lookahead_batches,
+            "lookahead_bytes": lookahead_bytes,
+        }
+        if (rows := kwargs.get("rows")) is not None:
+            if not isinstance(rows, CachedRows):
+                raise ValueError(
+                    f"strategy.rows={rows}: HETStrategy is DDP with CachedRows, which take its own arguments, such as"
+                    " strategy.staleness. Leave strategy.rows out, or give CachedRows(...)."
+                )
+            refuse_meaningless(HETStrategy, self._cache, "where strategy.rows is an object, which has its own")
         super().__init__(**kwargs)
-        require_one_of("policy", policy, get_args(CachePolicy))
-        require_whole("cache_rows", cache_rows, optional=True)
-        require_number("cache_fraction", cache_fraction, optional=True)
-        if cache_rows is not None and cache_fraction is not None:
-            raise ValueError(
-                f"give strategy.cache_rows or strategy.cache_fraction, not both; got {cache_rows} and {cache_fraction}."
-            )
-        if cache_fraction is not None and not 0 < cache_fraction <= 1:
-            raise ValueError(
-                f"strategy.cache_fraction must be in (0, 1], got {cache_fraction}. strategy.algorithm=hybrid has no"
-                " cache."
-            )
-        if algorithm == "het" and self.dynamic_rows is not None and cache_rows is None:
-            raise ValueError(
-                "strategy.dynamic_rows needs strategy.cache_rows, the rows that a worker keeps of each collection: a"
-                f" share of tables that may have any number of ids is no size; got cache_fraction={cache_fraction}."
-            )
-        self.algorithm: Algorithm = algorithm
-        self.cache_rows = cache_rows
-        self.cache_fraction = (cache_fraction or DEFAULT_FRACTION) if cache_rows is None else None
-        self.staleness = _number(staleness)
-        ClockRule(staleness=self.staleness, clock=clock)  # which refuses what it cannot be
-        self.policy: CachePolicy = policy
-        self.clock: ClockName = clock
-        require_whole("lookahead_batches", lookahead_batches, at_least=0, hint="0 looks at none.")
-        require_whole("lookahead_bytes", lookahead_bytes)
-        require_kind("prefetch", prefetch, bool, "true or false")
-        if algorithm == "hybrid":
-            of_the_cache = {
-                "cache_rows": cache_rows,
-                "cache_fraction": cache_fraction,
-                "staleness": staleness,
-                "policy": policy,
-                "clock": clock,
-                "lookahead_batches": lookahead_batches,
-                "lookahead_bytes": lookahead_bytes,
-            }
-            refuse_meaningless(HETStrategy, of_the_cache, "with strategy.algorithm=hybrid, which has no cache")
-        self.prefetch = prefetch
-        self.lookahead_batches = lookahead_batches
-        self.lookahead_bytes = lookahead_bytes
 
-    def _reset(self) -> None:
-        super()._reset()
-        self._ahead: LookAhead | None = None
-        self._indexes: dict[object, SharedIndex] = {}
-
-    @property
-    def in_step(self) -> bool:
-        """Whether workers meet at the end of each step, so that all see every update of it in the next."""
-        exact = self.algorithm == "hybrid" or (self.algorithm == "het" and self.staleness == 0)
-        return exact and self.world_size > 1
-
-    @property
-    def maps_stores(self) -> bool:
-        """Not where workers go in step: their rows and updates travel in messages, for which the servers are there."""
-        return super().maps_stores and not self.in_step
-
-    # --- Rows --------------------------------------------------------------------------------------------------------
-
-    @property
-    def gradient_scale(self) -> float:
-        """Workers that train together make one update with their mean gradient, as the dense part has it."""
-        return 1.0 / self.world_size
-
-    def make_backend(
-        self,
-        name: str,
-        collection: EmbeddingBagCollection,
-        *,
-        servers: Sequence[Stores],
-        plan: PlacementPlan,
-        seed: int,
-    ) -> CachedBackend:
-        """A cache in front of the stores, empty but for the batch at hand where the algorithm has none."""
-        caches = self.algorithm == "het"
-        num_rows = collection.layout.num_rows
-        cache_rows = self._rows_kept(num_rows) if caches else 0
-        # Collections of the same features and tables, but for their width, have the same ids in each batch.
-        ids = tuple((table.feature_names, table.num_embeddings) for table in collection.layout.tables)
-        backend = CachedBackend.create(
-            name,
-            collection.layout,
-            collection.optimizer,
-            servers=servers,
-            plan=plan,
-            seed=seed,
-            dynamic=self.dynamic_rows_of(collection),
-            cache_rows=cache_rows,
-            staleness=self.staleness if caches else 0,
-            policy=self.policy,
-            clock=self.clock,
-            device=self.root_device,
-            shared=self._indexes.get(ids),
-            in_step=self.in_step,
-            any_rule=self.algorithm == "hybrid",
-        )
-        if backend.shared_index is not None:
-            self._indexes[ids] = backend.shared_index
-        return backend
-
-    def _rows_kept(self, num_rows: int) -> int:
-        if self.cache_rows is not None:
-            return min(self.cache_rows, num_rows)
-        assert self.cache_fraction is not None
-        return math.ceil(self.cache_fraction * num_rows)
-
-    def process_dataloader(self, dataloader: object) -> object:
-        """Make the training loader one whose coming batches can be seen."""
-        if not (self._peeks and self.task.trainer.training):
-            return dataloader
-        _auto_add_worker_init_fn(dataloader, self.global_rank)  # which Lightning does to what this returns
-        return peekable(dataloader)
-
-    @property
-    def _prefetches(self) -> bool:
-        return self.prefetch and self.algorithm == "het" and not self.in_step
-
-    @property
-    def _peeks(self) -> bool:
-        return self._prefetches or (self.lookahead_batches > 0 and self.algorithm == "het")
-
-    # --- Training ----------------------------------------------------------------------------------------------------
-
-    def on_train_start(self) -> None:
-        """Begin to look ahead."""
-        super().on_train_start()
-        trainer = self.task.trainer
-        if self._peeks and self.tables is not None:
-            pairs = [(x, x.embedding_bags) for x in self.tables.collections.values()]
-            far = [x for x, backend in pairs if isinstance(backend, CachedBackend) and backend.asks_servers]
-            window = {"num_batches": self.lookahead_batches, "num_bytes": self.lookahead_bytes}
-            self._ahead = LookAhead(trainer, far, prefetch=self._prefetches, **window)
-        self._warn_of_short_run(trainer)
-
-    def _warn_of_short_run(self, trainer: pl.Trainer) -> None:
-        steps = trainer.estimated_stepping_batches - trainer.global_step  # negative where nobody knows
-        is_trial: bool = trainer.fast_dev_run  # type: ignore[attr-defined]  # set by a connector
-        copies_differ = self.algorithm == "het" and self.world_size > 1 and not is_trial
-        if self.is_global_zero and copies_differ and self.staleness and 0 < steps <= self.staleness:
-            log.warning(
-                "strategy.staleness=%d, and this run has %d steps: no copy of a row gets so many updates, and copies in"
-                " the workers' caches do not meet before validation or the end, where the sum of what they have learned"
-                " may overshoot. Choose strategy.staleness well below the number of steps; 0 is exact.",
-                self.staleness,
-                steps,
-            )
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Let the lookups of this batch be followed by word of those to come."""
-        super().on_train_batch_start(batch, batch_idx)
-        if self._ahead is not None:
-            self._ahead.begin_batch(batch_idx)
-
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Step, and wait for the others where workers go in step."""
-        output = super().optimizer_step(*args, **kwargs)
-        self._update_in_step(waited=True)
-        return output
-
-    def post_backward(self, closure_loss: Tensor) -> None:
-        """Update rows that wait for no optimizer's step, where workers go in step."""
-        super().post_backward(closure_loss)
-        self._update_in_step(waited=False)
-
-    def _update_in_step(self, *, waited: bool) -> None:
-        """Make one update of each row with all workers' gradients, of collections that wait for a step or do not.
-
-        When it returns, all updates of all workers are in the stores. A worker that ends in the midst of it leaves rows
-        some of which have taken the step; the others find that it is gone.
-
-        Communication: that of :func:`sum_at_owners`, a push to each server, and a barrier; where nobody has gradients,
-        a few numbers.
-        """
-        if self.tables is None or not self.in_step:
-            return
-        collections = [x for x in self.tables.collections.values() if (x.attached_to is not None) == waited]
-        backends = [cast(CachedBackend, x.embedding_bags) for x in collections]
-        if not backends:
-            return
-        parts = [backend.take_gradients() for backend in backends]
-        group = dist.group.WORLD
-        assert group is not None
-        owned = sum_at_owners(parts, group, self.root_device)
-        backends[0].count_gradient_bytes(owned.num_bytes)
-        trained = [(x, rows) for x, rows in zip(backends, owned.rows, strict=True) if rows is not None]
-        for backend, rows in trained:
-            backend.finish_step(rows, counts=self.is_global_zero)
-        for backend, _ in trained:
-            backend.flush()
-        if trained:
-            self.barrier("every update of this step is in the stores")
-
-    # --- Telemetry and the end ---------------------------------------------------------------------------------------
-
-    def telemetry(self) -> dict[str, Any]:
-        """Cache, clocks and traffic of this process so far; see ``docs/het.md`` for each name."""
-        values = super().telemetry()
-        if self.tables is not None:
-            backends = [x.embedding_bags for x in self.tables.collections.values()]
-            cache = _merged([x.telemetry() for x in backends if isinstance(x, CachedBackend)])
-            if cache:
-                cache["cache/eviction_rate"] = cache["cache/evictions"] / max(cache["cache/reads"], 1)
-                values |= _lag_shares(cache.pop("cache/clock_lag")) | cache
-        return values
-
-    def teardown(self) -> None:
-        """Look ahead no more; then all that the base class does."""
-        if self._ahead is not None:
-            self._ahead.close()
-        super().teardown()
-
-
-def _merged(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Of all collections: shares averaged by what they are shares of, numbers added up, observations joined."""
-    reads = sum(part["cache/reads"] for part in parts)
-    merged: dict[str, Any] = {}
-    for name in parts[0] if parts else ():
-        values = [part[name] for part in parts]
-        if isinstance(values[0], Tensor):
-            merged[name] = torch.cat(values)
-        elif name.endswith("_rate"):
-            merged[name] = sum(part[name] * part["cache/reads"] for part in parts) / max(reads, 1)
-        else:
-            merged[name] = sum(values)
-    return merged
-
-
-def _lag_shares(lags: Tensor) -> dict[str, Any]:
-    """Clock lags, if there are any, and their histogram.
-
-    >>> shares = _lag_shares(torch.tensor([0.0, 1.0, 12.0, 9.0]))
-    >>> shares["cache/clock_lag/share_0"], shares["cache/clock_lag/share_1_to_9"]
-    (0.25, 0.5)
-    """
-    if not lags.numel():
-        return {}
-    bins = torch.bucketize(lags, torch.tensor([0.0, 9.0, 99.0])).bincount(minlength=len(_LAGS)) / lags.numel()
-    return {"cache/clock_lag": lags} | {
-        f"cache/clock_lag/share_{name}": share for name, share in zip(_LAGS, bins.tolist(), strict=True)
-    }
-
-
-def _number(staleness: int | float | str | None) -> int | None:
-    if staleness is None or staleness in (math.inf, "inf"):
-        return None
-    if not isinstance(staleness, int) or isinstance(staleness, bool):
-        raise ValueError(
-            f"strategy.staleness must be a whole number of updates, or null or inf for no bound, got {staleness!r}."
-        )
-    return staleness
+    def own_rows(self, **settings: Any) -> CachedRows:
+        """Rows with a cache in each worker."""
+        return CachedRows(**self._cache, **settings)

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_recsys.parameter_server.client import Connection
-from lightning_recsys.strategies.hierarchical.cut_layers import CutLayers
-from lightning_recsys.strategies.hierarchical.servers.group_parts import REPLICA, GroupMemory, GroupParts
+from lightning_recsys.strategies.hierarchical.cut.cut_layers import CutLayers
+from lightning_recsys.strategies.hierarchical.servers.group_parts import (
+    CHANGED,
+    REPLICA,
+    Change,
+    GroupMemory,
+    GroupParts,
+)
 
 
 class GroupServers:
@@ -50,6 +57,27 @@ class GroupServers:
             if loaded != self._layouts[device].num_bytes:
                 raise RuntimeError(f"{connection.endpoint} has {loaded} bytes of {device}'s parts")
 
+    def change(self, number: int, modules: Mapping[str, Mapping[str, nn.Module]], *, buffers: Collection[str]) -> None:
+        """Have the servers of this machine compute by other modules, unless another net has done so with the same ones.
+
+        Parameters that the servers do not train go along each time: they may have been changed here.
+
+        Args:
+            number: Number of the change.
+            modules: The modules by devices and names of parts.
+            buffers: Names of the buffers whose numbers are to replace the servers'.
+        """
+        for device, connection in self._servers.items():
+            path = Path(connection.request("hello").value["folder"]) / f"{CHANGED}-{os.getpid()}"
+            trained = set(self._parts[device].parameters.values())
+            Change.of(number, modules[device], buffers=buffers, trained=trained).save(path)
+            connection.request("change_parts", arguments={"number": number, "by": os.getpid()})
+
+    def take_buffers(self, modules: Mapping[str, Mapping[str, nn.Module]]) -> None:
+        """Bring buffers into these modules from now on, which have other tensors than the parts of before."""
+        for device, own in modules.items():
+            self._parts[device].buffers.update(pair for module in own.values() for pair in module.named_buffers())
+
     def begin_sync(self, number: int, groups: Sequence[int]) -> None:
         """Let the servers keep the replica together with those of other groups from now on.
 
@@ -73,14 +101,15 @@ class GroupServers:
         told = [connection.wait(x).value for connection, x in zip(asked, pending, strict=True)]
         return min((x for x in told if x), key=lambda numbers: float(numbers["rounds"]), default={})
 
-    def pull_model(self) -> None:
-        """Take parameters and buffers into the model."""
+    def pull_model(self, *, keep: Collection[str] = ()) -> None:
+        """Take parameters and buffers into the model, without the buffers of some names."""
         for device in self._servers:
             layout = self._layouts[device]
             views = layout.views(self._read(device, layout.model_bytes))
             layout.replica.assign(views[REPLICA])
             for name, buffer in self._parts[device].buffers.items():
-                buffer.copy_(views[f"buffer.{name}"])
+                if name not in keep:
+                    buffer.copy_(views[f"buffer.{name}"])
         self._layers.take_model()
 
     def pull_state(self) -> None:

@@ -25,7 +25,7 @@ from lightning_recsys.placement.plan_picture import draw_plan
 from lightning_recsys.placement.step_time import StepTime, predict
 from lightning_recsys.placement.tagging import OperatorMethod, place_operators
 from lightning_recsys.strategies.common.settings import require_number, require_one_of
-from lightning_recsys.strategies.hierarchical.eight_bit import FCForward, in_eight_bits
+from lightning_recsys.strategies.hierarchical.cut.eight_bit import FCForward, in_eight_bits
 from lightning_recsys.strategies.hierarchical.groups import Groups
 
 FCSplits = Literal["none", "auto"] | Mapping[str, By]
@@ -36,7 +36,7 @@ _GIVEN = ("num_servers", "num_trainers", "nets_per_trainer", "num_groups", "acti
 
 @dataclass(frozen=True)
 class OperatorPlacement:
-    """How operators are placed.
+    """The way in which operators are placed.
 
     Args:
         method: ``rules`` (the paper's), ``greedy`` (the same, refined), ``auto``, which takes the one of these with

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from types import MethodType
 
 import pytorch_lightning as pl
+import torch
 from pytorch_lightning.callbacks import GradientAccumulationScheduler
 from pytorch_lightning.plugins.precision import Precision
 from torch import nn
@@ -32,6 +34,33 @@ def cut_module(task: pl.LightningModule, path: str | None) -> nn.Module:
     except AttributeError:
         names = [name for name, _ in task.named_children()]
         raise ValueError(f"strategy.module={path!r}: the task has no such module; it has {names}.") from None
+
+
+def refuse_without_forward(task: pl.LightningModule, cut: nn.Module) -> None:
+    """Refuse a module that has no ``forward``, as a task whose training step calls its modules one by one.
+
+    One that was set on the object is no method of its class, which is what is traced.
+
+    Raises:
+        ValueError: there is none, and names the modules that could be called by one; or it was set on the object.
+    """
+    own = vars(cut).get("forward")
+    if own is not None and own != MethodType(type(cut).forward, cut):  # which Lightning may set as well
+        raise ValueError(
+            f"strategy=hierarchical cuts what the forward of a module's class computes, and this {type(cut).__name__}"
+            f" has another one, {getattr(own, '__qualname__', own)}, which was set on the object"
+            f" (model.forward = ...). Make it the forward of a class of its own, or use strategy=shadowsync."
+        )
+    if getattr(cut.forward, "__func__", None) not in (nn.Module.forward, pl.LightningModule.forward):
+        return
+    trained = [name for name, x in cut.named_children() if any(y.requires_grad for y in x.parameters())]
+    raise ValueError(
+        f"strategy=hierarchical cuts what one module's forward computes, and {type(cut).__name__} has no forward:"
+        f" {type(task).__name__}.training_step calls {' and '.join(trained) or 'other modules'} by itself. Give"
+        f" {type(cut).__name__} a forward that calls them and returns what the loss needs, and call self(...) in"
+        " training_step; or put them into one module and name its path with strategy.module; or use"
+        " strategy=shadowsync."
+    )
 
 
 def refuse_trainer(trainer: pl.Trainer, precision: Precision) -> None:
@@ -68,12 +97,18 @@ def refuse_trainer(trainer: pl.Trainer, precision: Precision) -> None:
                 " applies them on group servers, in the backward pass: there would be none. Leave it out, or use"
                 " strategy=shadowsync."
             )
-    if trainer.accumulate_grad_batches != 1 or any(
-        isinstance(x, GradientAccumulationScheduler) and x.going_to_accumulate_grad_batches() for x in callbacks
-    ):
+    schedules = [x for x in callbacks if isinstance(x, GradientAccumulationScheduler)]
+    accumulating = [
+        f"the callback {type(x).__name__} (scheduling={x.scheduling})"
+        for x in schedules
+        if x.going_to_accumulate_grad_batches()
+    ]
+    if trainer.accumulate_grad_batches != 1:
+        accumulating.insert(0, f"trainer.accumulate_grad_batches={trainer.accumulate_grad_batches}")
+    if accumulating:
         raise ValueError(
-            f"trainer.accumulate_grad_batches={trainer.accumulate_grad_batches}: strategy=hierarchical updates the"
-            " model at every backward pass, on its group servers. Use larger batches (data.batch_size)."
+            f"{accumulating[0]} accumulates gradients, and strategy=hierarchical updates the model at every backward"
+            " pass, on its group servers. Leave it out, and use larger batches (data.batch_size)."
         )
     if (name := getattr(precision, "precision", "32-true")) != "32-true":
         raise ValueError(
@@ -179,4 +214,17 @@ def refuse_switched(before: Mapping[str, bool], module: nn.Module) -> None:
             f"strategy=hierarchical: {changed[0]} became {now[changed[0]]} in the midst of training, and group servers"
             " have the model as it was at the first batch. Freeze and release modules before training, end it and go on"
             " from its checkpoint with other ones, or use strategy=shadowsync."
+        )
+
+
+def refuse_autocast() -> None:
+    """Refuse a call of the model under ``torch.autocast``, of which group servers would not know.
+
+    Raises:
+        ValueError: it is on.
+    """
+    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+        raise ValueError(
+            "strategy=hierarchical: the training step calls the model under torch.autocast, and group servers compute"
+            " in float32. Call the model outside of it, or use strategy=shadowsync."
         )

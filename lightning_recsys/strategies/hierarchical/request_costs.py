@@ -14,7 +14,7 @@ from lightning_recsys.parameter_server.client import Connection
 from lightning_recsys.parameter_server.parts.operators import PROBE
 from lightning_recsys.parameter_server.parts.remote_parts import RemoteParts
 from lightning_recsys.partition.parts import Part
-from lightning_recsys.strategies.hierarchical.remote_forward import Net
+from lightning_recsys.strategies.hierarchical.cut.remote_forward import Net
 
 PAUSE_SECONDS = 5e-3  # between two probes. A step computes meanwhile, and finds threads asleep and caches cold.
 _FIRST = 2  # probes that do not count

@@ -2,55 +2,16 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping
-from typing import Any, cast, get_args
+from collections.abc import Mapping
+from typing import Any
 
-import pytorch_lightning as pl
-from lightning_fabric.utilities.types import _PATH
-from pytorch_lightning.trainer.states import TrainerFn
-from torch import Tensor
-from torch.optim import Optimizer
-
-from lightning_recsys.checkpoints import read_extras
-from lightning_recsys.compression import Compression, TopK, make_codec
-from lightning_recsys.launchers import ServerSpec
-from lightning_recsys.parameter_server.client import Connection
-from lightning_recsys.parameter_server.remote import RemoteStores
-from lightning_recsys.strategies.common.served import ServedStrategy
-from lightning_recsys.strategies.common.settings import (
-    chosen_algorithm,
-    refuse_meaningless,
-    require_kind,
-    require_number,
-    require_one_of,
-    require_whole,
-)
-from lightning_recsys.strategies.common.workers.ranks import check_ranks, take_ranks
-from lightning_recsys.strategies.hierarchical.bringing import Planned, plan_ahead
-from lightning_recsys.strategies.hierarchical.eight_bit import FCForward
-from lightning_recsys.strategies.hierarchical.groups import Groups
-from lightning_recsys.strategies.hierarchical.planning import (
-    FCSplits,
-    OperatorPlacement,
-    PlacementMethod,
-    check_splits,
-)
-from lightning_recsys.strategies.hierarchical.refusals import (
-    cut_module,
-    refuse_hooked,
-    refuse_optimizers,
-    refuse_parametrized,
-    refuse_trainer,
-)
-from lightning_recsys.strategies.hierarchical.run import NetRun
-from lightning_recsys.strategies.shadowsync.rounds import SYNC
-from lightning_recsys.sync import SyncAlgorithm, Topology
-
-GROUP = "group"  # the kind of the servers that compute the model
-PROGRAM = "lightning_recsys.strategies.hierarchical.servers.group_server"
-PAUSE_SECONDS = 0.1  # from one question of a net whose group is drained to the next
-ANSWER_SECONDS = 60.0  # for a group server to compute something, before it is asked again
+from lightning_recsys.compression import make_codec
+from lightning_recsys.strategies.common.settings import require_whole
+from lightning_recsys.strategies.hierarchical.cut.eight_bit import FCForward
+from lightning_recsys.strategies.hierarchical.planning import FCSplits, OperatorPlacement, PlacementMethod
+from lightning_recsys.strategies.hierarchical.served_groups import ServedGroups
+from lightning_recsys.strategies.served import ServedStrategy
+from lightning_recsys.sync import SyncAlgorithm
 
 
 class HierarchicalStrategy(ServedStrategy):
@@ -87,8 +48,10 @@ class HierarchicalStrategy(ServedStrategy):
         compression: How activations and gradients travel between trainers and group servers: ``none`` or ``bf16``, or a
             mapping with ``activations`` (none, bf16, int8) and ``gradients`` (none, bf16, topk).
         top_k_fraction: Share of the elements that ``topk`` sends.
+        error_feedback: Whether ``topk`` keeps back what it has not sent, for each net and part, and adds it to the next
+            gradient, which is that of other examples; ``False`` leaves it out.
         row_compression: How embedding rows and their gradients travel: ``none`` or ``bf16``.
-        **kwargs: As for :class:`~lightning_recsys.strategies.common.served.ServedStrategy`, such as
+        **kwargs: As for :class:`~lightning_recsys.strategies.served.ServedStrategy`, such as
             ``table_placement``; not ``servers``.
 
     Raises:
@@ -101,7 +64,8 @@ class HierarchicalStrategy(ServedStrategy):
     Communication: per step and part on a server, inputs and gradients of outputs to it, outputs and gradients of inputs
     back; rows as under ShadowSync. Between groups, per round and server, its share of the replica and of the centre.
     Reference: Huang et al. 2021, "Hierarchical Training: scaling deep recommendation models on large CPU clusters".
-    Differs from the paper: nets are processes, not threads; updates of one part take turns.
+    Differs from the paper: nets are processes, not threads; updates of one part take turns; the residual of an example
+    is added to the example at its place in the next batch (section 4.2 does not say where it goes).
 
     >>> from pytorch_lightning import Trainer
     >>> strategy = HierarchicalStrategy(num_groups=2, trainers_per_group=2)
@@ -112,6 +76,7 @@ class HierarchicalStrategy(ServedStrategy):
     strategy_name = "hierarchical"
     asynchronous = True
     wraps_model = False
+    dense: ServedGroups
 
     def __init__(
         self,
@@ -134,220 +99,31 @@ class HierarchicalStrategy(ServedStrategy):
         fc_forward: FCForward = "float32",
         compression: str | Mapping[str, str] = "none",
         top_k_fraction: float = 0.1,
+        error_feedback: bool = True,
         row_compression: str = "none",
         **kwargs: Any,
     ) -> None:
         make_codec(row_compression, "rows", setting="strategy.row_compression")  # which checks it
+        self.dense = ServedGroups(
+            num_groups=num_groups,
+            trainers_per_group=trainers_per_group,
+            servers_per_group=servers_per_group,
+            nets_per_trainer=nets_per_trainer,
+            algorithm=algorithm,
+            alpha=alpha,
+            interval=interval,
+            eta=eta,
+            block_momentum=block_momentum,
+            nesterov=nesterov,
+            num_sync_servers=num_sync_servers,
+            module=module,
+            operator_placement=operator_placement,
+            fc_splits=fc_splits,
+            fc_forward=fc_forward,
+            compression=compression,
+            top_k_fraction=top_k_fraction,
+            error_feedback=error_feedback,
+        )
         super().__init__(compression=row_compression, **kwargs)
-        require_number("top_k_fraction", top_k_fraction)
-        self.operator_compression = Compression.from_option(compression, top_k_fraction=top_k_fraction)
-        self.operator_placement = (
-            operator_placement
-            if isinstance(operator_placement, OperatorPlacement)
-            else OperatorPlacement(operator_placement)
-        )
-        if self.servers is not None:
-            raise ValueError(
-                f"strategy.servers={list(self.servers)}: group servers compute parts of the run's own model, which does"
-                " not travel over a network, so they are started with the run. Leave strategy.servers out."
-            )
-        Groups(num_groups, trainers_per_group, nets_per_trainer, servers_per_group)  # which checks them
-        require_whole("num_sync_servers", num_sync_servers)
         require_whole("min_workers", min_workers)
-        require_kind("module", module, str, "a module's path, such as 'model'", optional=True)
-        options = {"alpha": alpha, "eta": eta, "block_momentum": block_momentum, "nesterov": nesterov}
-        self.algorithm = chosen_algorithm(HierarchicalStrategy, algorithm, options, interval=interval)
-        if num_groups == 1 or self.algorithm.topology is not Topology.CENTRAL:
-            why = "without several groups and an algorithm with a centre (easgd), which sync servers would hold"
-            refuse_meaningless(HierarchicalStrategy, {"num_sync_servers": num_sync_servers}, why)
-        if not isinstance(self.operator_compression.gradients, TopK):
-            why = "where strategy.compression does not have gradients: topk"
-            refuse_meaningless(HierarchicalStrategy, {"top_k_fraction": top_k_fraction}, why)
-        check_splits(fc_splits, self.operator_placement, num_servers=servers_per_group)
-        require_one_of("fc_forward", fc_forward, get_args(FCForward))
-        self.fc_forward = fc_forward
-        self.fc_splits: FCSplits = fc_splits if isinstance(fc_splits, str) else dict(fc_splits)
-        self.num_groups = num_groups
-        self.trainers_per_group = trainers_per_group
-        self.servers_per_group = servers_per_group
-        self.nets_per_trainer = nets_per_trainer
-        self.interval = interval
-        self.num_sync_servers = num_sync_servers
         self.min_workers = min_workers
-        self.module = module
-
-    def _reset(self) -> None:
-        super()._reset()
-        self._run: NetRun | None = None  # from the start of training to the teardown
-        self.planned: Planned | None = None  # on rank 0, where there was something to plan by before the first batch
-        # This group's own parameters, of the checkpoint that the run goes on from.
-        self.restored: dict[str, Tensor] = {}
-
-    # --- Who is who --------------------------------------------------------------------------------------------------
-
-    @property
-    def groups(self) -> Groups:
-        """Which rank and which server belong to which group; known once a ``Trainer`` has the strategy."""
-        sizes = self.num_groups, self.trainers_per_group, self.nets_per_trainer, self.servers_per_group
-        return Groups(*sizes, num_nodes=self.num_nodes)
-
-    @property
-    def has_center(self) -> bool:
-        """Whether sync servers have a centre, towards which groups move."""
-        return self.num_groups > 1 and self.algorithm.topology is Topology.CENTRAL
-
-    def set_world_ranks(self) -> None:
-        """Take as many processes as the groups need."""
-        needed = self.groups.ranks_per_node
-        settings = (
-            f"strategy.num_groups={self.num_groups} with strategy.trainers_per_group={self.trainers_per_group} and"
-            f" strategy.nets_per_trainer={self.nets_per_trainer}"
-        )
-        take_ranks(self, needed)
-        check_ranks(self, needed, settings=settings, what="groups")
-        super().set_world_ranks()
-
-    def server_specs(self) -> list[ServerSpec]:
-        """Embedding servers, the groups' own, and sync servers where several groups have a centre."""
-        groups = self.groups
-        options = {"num_nets": groups.nets_per_group}
-        specs = super().server_specs() + [
-            ServerSpec(GROUP, index, PROGRAM, options, groups.node_of(group), ranks=groups.ranks_of(group))
-            for group in range(self.num_groups)
-            for index in groups.servers_of(group)
-        ]
-        if self.has_center:
-            specs += [ServerSpec(SYNC, index) for index in range(self.num_sync_servers)]
-        return specs
-
-    # --- Training ----------------------------------------------------------------------------------------------------
-
-    def setup(self, trainer: pl.Trainer) -> None:
-        """As the base class, and refuse what cannot be trained in parts, or where there is no room for it.
-
-        Raises:
-            ValueError: a setting of the trainer, the task, its model or its optimizers does not go with parts on
-                servers.
-            OperatorRoomError: a group has no room for the model.
-        """
-        if trainer.state.fn == TrainerFn.FITTING:
-            refuse_trainer(trainer, self.precision_plugin)
-        super().setup(trainer)
-        if trainer.state.fn == TrainerFn.FITTING:
-            task = trainer.lightning_module
-            refuse_optimizers(task, self.optimizers, cut=self.module)
-            cut = cut_module(task, self.module)
-            refuse_parametrized(cut)
-            if self.is_global_zero:
-                self.planned = plan_ahead(self, task, cut)
-
-    def on_train_start(self) -> None:
-        """Have the model cut at its first forward pass, which shows what goes into it."""
-        super().on_train_start()
-        (optimizer,) = self.optimizers
-        cut = cut_module(self.task, self.module)
-        refuse_hooked(cut)
-        self._run = NetRun(self, self.task, cut, optimizer)
-        if self._dealer is not None:
-            self._dealer.pauses = self._run.is_drained
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Wait while this net's group is drained, unless the others then train its share of the epoch."""
-        super().on_train_batch_start(batch, batch_idx)
-        assert self._run is not None
-        while self._dealer is None and self._run.is_drained() and not self.run_servers.is_asked_to_end():
-            time.sleep(PAUSE_SECONDS)
-
-    def group_connections(self) -> list[Connection]:
-        """To the servers of this rank's group, in the order of their numbers."""
-        servers = self.run_servers.connect(GROUP, by_messages=True, timeout=ANSWER_SECONDS)
-        own = self.groups.servers_of(self.groups.group_of(self.global_rank))
-        return [cast(RemoteStores, servers[number]).connection for number in own]
-
-    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
-        """Let the backward pass update the parts; the optimizer itself steps for the rows."""
-
-        def compute() -> Any:
-            assert self._run is not None
-            self._run.begin_step()
-            output = closure()
-            self._refuse_own_gradients(optimizer)
-            return output
-
-        return super().optimizer_step(optimizer, compute, *args, **kwargs)
-
-    def _refuse_own_gradients(self, optimizer: Optimizer) -> None:
-        for parameter in (x for group in optimizer.param_groups for x in group["params"]):
-            if parameter.grad is not None and parameter.numel():
-                names = {id(x): name for name, x in self.task.named_parameters()}
-                raise ValueError(
-                    f"strategy=hierarchical: {names.get(id(parameter), 'a parameter')} has a gradient from outside the"
-                    " model's forward pass, such as a penalty on weights, and this process trains no dense parameters."
-                    " Use the optimizer's weight_decay, or strategy=shadowsync."
-                )
-
-    # --- One set of weights ------------------------------------------------------------------------------------------
-
-    def settle(self) -> None:
-        """Bring the weights of the moment into every rank's model: the mean over groups. All ranks call this."""
-        if self.tables is not None:
-            self.tables.flush()
-        if self._run is not None:
-            self._run.settle(goes_on=self._trains)
-
-    def show_weights(self) -> None:
-        """Take the replica of this rank's group as its servers have it just now; they train on meanwhile."""
-        if self._run is not None:
-            self._run.show()
-
-    def finish_training(self) -> None:
-        """Bring the trained model into this process, and the optimizer's state with it.
-
-        Under a launcher that is not ours the process lives on, and may save a checkpoint when the servers are gone.
-        """
-        super().finish_training()
-        if self._run is not None:
-            self._run.end()
-
-    # --- Checkpoints -------------------------------------------------------------------------------------------------
-
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """An optimizer's state, from this group's servers."""
-        if self._run is not None:
-            self._run.pull_state()
-        return super().optimizer_state(optimizer)
-
-    @property
-    def saves_folders(self) -> bool:  # noqa: D102 - inherited
-        return super().saves_folders or (self._run is not None and self._run.trains and self.num_groups > 1)
-
-    def checkpoint_extras(self) -> dict[str, Any] | None:
-        """Each group's own replica and optimizer state; its first rank adds them."""
-        if self._run is None or not self._run.leads or not self._run.own_replica:
-            return None
-        states = [x.state_dict() for x in self.optimizers]
-        return {"num_groups": self.num_groups, "replica": self._run.own_replica, "optimizer_states": states}
-
-    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load, with what this group had; in a run of another number of groups all start from their mean."""
-        loaded = super().load_checkpoint(checkpoint_path, weights_only=weights_only)
-        if self.num_groups > 1:
-            group = self.groups.group_of(self.global_rank)
-            kept = read_extras(checkpoint_path, group, weights_only=weights_only is not False) or {}
-            if kept.get("num_groups") == self.num_groups:
-                loaded["optimizer_states"] = kept["optimizer_states"]  # instead of the first group's
-                self.restored = kept["replica"]
-        return loaded
-
-    # --- Telemetry and the end ---------------------------------------------------------------------------------------
-
-    def telemetry(self) -> dict[str, Any]:
-        """Staleness within the group, rounds between groups and traffic of this process so far."""
-        values: dict[str, Any] = super().telemetry()
-        return values if self._run is None else values | self._run.telemetry()
-
-    def teardown(self) -> None:
-        """Give the model its own forward pass again; then all that the base class does."""
-        if self._run is not None:
-            self._run.restore_forward()
-        super().teardown()

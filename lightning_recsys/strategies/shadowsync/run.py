@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 
 from lightning_recsys.strategies.common.means import meet_buffers, take_mean
 from lightning_recsys.strategies.common.workers.process_group import living_ranks
-from lightning_recsys.strategies.shadowsync.drivers import Driver, ForegroundHook
-from lightning_recsys.strategies.shadowsync.rounds import CENTER, CenterRounds
+from lightning_recsys.strategies.replicas.drivers import Driver, ForegroundHook
+from lightning_recsys.strategies.replicas.rounds import CENTER, CenterRounds
 from lightning_recsys.strategies.shadowsync.team import Team
 
 
@@ -119,7 +119,7 @@ class TrainerRun:
 
     # --- One set of weights ------------------------------------------------------------------------------------------
 
-    def show_average(self, *, flush: Callable[[], None] | None, meet: Callable[[], None] | None) -> None:
+    def show_average(self, *, flush: Callable[[], None], meet: Callable[[], None] | None) -> None:
         """Swap the average of the replicas in, and rank 0's buffers; nothing is synchronised meanwhile.
 
         The order is what makes the average one of whole replicas. A worker in the foreground leaves its rounds before
@@ -132,8 +132,7 @@ class TrainerRun:
         """
         if not self.is_training or self.is_averaged:
             return
-        if flush is not None:
-            flush()
+        flush()
         self.stop_before_others()
         self._barrier("everybody has stopped training")
         if self.driver is not None:

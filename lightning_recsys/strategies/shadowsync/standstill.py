@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from fcntl import LOCK_EX, LOCK_SH, LOCK_UN, flock
 from typing import Any
 
-from lightning_recsys.strategies.shadowsync.replica import file_of_team
+from lightning_recsys.strategies.replicas.replica import file_of_team
 
 
 class Standstill:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_recsys.placement import ClusterLayout
-from lightning_recsys.strategies.shadowsync.replica import Replica, share, share_optimizer_state
+from lightning_recsys.strategies.replicas.replica import Replica, share, share_optimizer_state
 from lightning_recsys.strategies.shadowsync.standstill import Standstill
 
 STALENESS_WINDOW = 1000  # updates whose staleness is kept

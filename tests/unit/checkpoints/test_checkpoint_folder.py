@@ -1,15 +1,22 @@
 """Folder checkpoints of one process: what is written comes back, and what is half written does not count."""
 
 import io
+import itertools
 import json
 import os
 import pickle
 import resource
 import shutil
 import zlib
+from contextlib import nullcontext
 
+import numpy as np
 import pytest
+import pytorch_lightning as pl
 import torch
+from lightning_fabric.utilities import cloud_io
+from pytorch_lightning.core import saving
+from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from lightning_recsys.checkpoints import (
@@ -29,7 +36,10 @@ from lightning_recsys.checkpoints import (
     to_folder,
 )
 from lightning_recsys.checkpoints.cli import main
+from lightning_recsys.checkpoints.files import Stretch
+from lightning_recsys.checkpoints.manifest import SavedChunk, _check_cover
 from lightning_recsys.errors import CheckpointNotWrittenError, DamagedCheckpointError
+from lightning_recsys.strategies import ForkserverDDPStrategy
 
 ROWS = torch.arange(30.0).view(10, 3)
 
@@ -73,6 +83,12 @@ def test_checkpoint_when_read_then_dense_part_and_the_rest_are_back(saved):
     assert read["state_dict"]["extra"] == {"notes": [1, 2]}
     assert torch.equal(read_extras(saved, 0)["replica"], torch.zeros(2))
     assert read_extras(saved, 1) is None
+
+
+def test_checkpoint_when_it_is_the_present_folder_then_is_read(saved, monkeypatch):
+    monkeypatch.chdir(saved)
+    assert is_folder(".")
+    assert read_checkpoint(".")["global_step"] == 7
 
 
 def test_description_when_read_then_no_tensor_of_the_state_dict_is(saved):
@@ -200,6 +216,41 @@ def test_folder_of_the_same_name_when_a_file_is_saved_then_is_replaced(saved):
     assert saved.is_file()
     assert FolderCheckpointIO().load_checkpoint(saved)["global_step"] == 8
     assert list(saved.parent.iterdir()) == [saved]
+
+
+def save_a_file(path, checkpoint):
+    FolderCheckpointIO().save_checkpoint(checkpoint, path)
+
+
+@pytest.mark.parametrize("exchanges", [True, False])
+@pytest.mark.parametrize("order", [(save_a_file, save_folder), (save_folder, save_a_file)])
+def test_copies_that_somebody_keeps_beside_a_checkpoint_when_others_are_saved_then_they_stay_and_are_not_read(
+    tmp_path, monkeypatch, order, exchanges
+):
+    """A copy is a file or a folder, under any of the names that people give to one."""
+    if not exchanges:
+        monkeypatch.setattr(files, "_exchange", lambda *_: False)
+    path, suffixes = tmp_path / "last.ckpt", ("old", "partial", "folder", "new", "bak")
+    for save in order:
+        for suffix in suffixes:
+            shutil.rmtree(copy := tmp_path / f"last.ckpt.{suffix}", ignore_errors=True)
+            copy.unlink(missing_ok=True)
+            save(copy, {"state_dict": {"weight": torch.ones(3)}, "global_step": 7})
+        assert not is_folder(path)
+        with pytest.raises(FileNotFoundError):
+            FolderCheckpointIO().load_checkpoint(path)
+        for step, again in enumerate((*order, *order)):
+            again(path, {"state_dict": {"weight": torch.zeros(3)}, "global_step": step})
+            assert FolderCheckpointIO().load_checkpoint(path)["global_step"] == step
+        for suffix in suffixes:
+            copy = FolderCheckpointIO().load_checkpoint(tmp_path / f"last.ckpt.{suffix}")
+            assert copy["global_step"] == 7
+            assert torch.equal(copy["state_dict"]["weight"], torch.ones(3))
+        assert sorted(x.name for x in tmp_path.iterdir()) == sorted(
+            ["last.ckpt", *(f"last.ckpt.{x}" for x in suffixes)]
+        )
+        shutil.rmtree(path, ignore_errors=True)
+        path.unlink(missing_ok=True)
 
 
 def test_rows_when_missing_or_of_another_shape_then_the_error_names_them(saved):
@@ -360,15 +411,14 @@ def test_checkpoint_of_a_stranger_when_read_then_none_of_its_files_runs_a_progra
         content.write(pickle.dumps(RunsWhenRead(proof)))
     else:
         torch.save(RunsWhenRead(proof), content)
-    (version / name).write_bytes(content.getvalue())
     listed = json.loads((version / "manifest.json").read_text())["content"]
-    whole = [name, 0, len(content.getvalue()), zlib.crc32(content.getvalue())]
+    chunks = [chunk for x in listed["tensors"].values() for chunk in x["chunks"] if chunk[2][0] == name]
+    (version / name).write_bytes(content.getvalue() * max(len(chunks), 1))
+    length, crc32 = len(content.getvalue()), zlib.crc32(content.getvalue())
     if name in listed["files"]:
-        listed["files"][name] = whole
-    for tensor in listed["tensors"].values():
-        for chunk in tensor["chunks"]:
-            if chunk[2][0] == name:
-                chunk[2] = whole
+        listed["files"][name] = [name, 0, length, crc32]
+    for number, chunk in enumerate(chunks):
+        chunk[2] = [name, number * length, length, crc32]
     sum_of_list = zlib.crc32(json.dumps(listed).encode())
     (version / "manifest.json").write_text(json.dumps({"crc32": sum_of_list, "content": listed}))
     if name == ".metadata":
@@ -396,14 +446,143 @@ def test_version_when_a_link_or_missing_then_is_refused(saved, tmp_path):
         read_checkpoint(saved)
 
 
+def forge(path, change):
+    """Change the contents of a version's manifest, and make its sum fit."""
+    manifest = version_of(path) / "manifest.json"
+    content = json.loads(manifest.read_text())["content"]
+    change(content["tensors"])
+    manifest.write_text(json.dumps({"crc32": zlib.crc32(json.dumps(content).encode()), "content": content}))
+
+
 @pytest.mark.parametrize("file", ["../secret", "/etc/passwd", "meta.pt/../../x", 7])
 def test_manifest_when_it_names_a_file_elsewhere_then_is_refused(saved, file):
-    path = version_of(saved) / "manifest.json"
-    content = json.loads(path.read_text())["content"]
-    content["tensors"]["layer.weight"]["chunks"][0][2][0] = file
-    path.write_text(json.dumps({"crc32": zlib.crc32(json.dumps(content).encode()), "content": content}))
+    def elsewhere(tensors):
+        tensors["layer.weight"]["chunks"][0][2][0] = file
+
+    forge(saved, elsewhere)
     with pytest.raises(DamagedCheckpointError, match=r"manifest.json is damaged: .* is no file of a version"):
         read_checkpoint(saved)
+
+
+def halves(*places):
+    """Two chunks of half a square tensor each, at these places."""
+
+    def change(tensors):
+        (chunk,) = tensors["square"]["chunks"]
+        file, start, length, checksum = chunk[2]
+        stretch = [file, start, length // len(places), checksum]
+        tensors["square"]["chunks"] = [[list(at), list(shape), stretch] for at, shape in places]
+
+    return change
+
+
+def grown(rows, *, length=None):
+    """A tensor of absurdly many rows, which lie in the same bytes."""
+
+    def change(tensors):
+        square = tensors["square"]
+        square["shape"] = [rows, 4]
+        square["chunks"][0][1] = [rows, 4]
+        square["chunks"][0][2][2] = length or square["chunks"][0][2][2]
+
+    return change
+
+
+def repeated(tensors):
+    """As many chunks as there are rows, all of the same bytes."""
+    square = tensors["square"]
+    place = square["chunks"][0][2]
+    square["shape"] = [1000 * 4, 4]
+    square["chunks"] = [[[4 * number, 0], [4, 4], place] for number in range(1000)]
+
+
+def moved(key, start):
+    """A tensor whose bytes begin elsewhere in the file."""
+
+    def change(tensors):
+        tensors[key]["chunks"][0][2][1] = start
+
+    return change
+
+
+def cut_everywhere(tensors):
+    """A tensor in two halves along each of five dimensions."""
+    shape, half = [2] * 5, [1] * 5
+    file, start, length, checksum = tensors["square"]["chunks"][0][2]
+    stretch = [file, start, length // 32, checksum]
+    tensors["square"]["shape"] = shape
+    tensors["square"]["chunks"] = [[list(at), half, stretch] for at in itertools.product((0, 1), repeat=5)]
+
+
+FORGED = [
+    (halves(([0, 0], [2, 4]), ([0, 0], [2, 4])), "manifest.json is damaged: two chunks overlap"),
+    (halves(([0, 0], [2, 4]), ([1, 0], [2, 4])), "manifest.json is damaged: two chunks overlap"),
+    (halves(([0, 0], [4, 2]), ([0, 1], [4, 2])), "manifest.json is damaged: two chunks overlap"),
+    (halves(([0, 0], [2, 4]), ([3, 0], [2, 4])), "manifest.json is damaged: a chunk leaves the shape"),
+    (halves(([0, 0], [2, 4])), r"manifest.json is damaged: the chunks do not cover the shape \(4, 4\)"),
+    (grown(2**50), "manifest.json is damaged: a chunk of 18014398509481984 bytes cannot lie in"),
+    (grown(2**50, length=2**54), r"__0_0.distcp ends after [0-9]+ bytes, of 1801439850948[0-9]+ at least"),
+    (repeated, r"__0_0.distcp ends after [0-9]+ bytes, of [0-9]+ at least"),
+    (moved("square", 10**30), r"__0_0.distcp ends after [0-9]+ bytes, of 1000000000000000000000000[0-9]+ at least"),
+    (moved("columns", 2**40), r"__0_0.distcp ends after [0-9]+ bytes, of 109951162[0-9]+ at least"),
+    (cut_everywhere, "manifest.json is damaged: a tensor is cut along at most 4 dimensions, got 5"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), FORGED, ids=range(len(FORGED)))
+def test_manifest_when_its_chunks_do_not_make_up_a_tensor_then_nothing_is_made_or_read(tmp_path, change, message):
+    state = {"square": torch.arange(16.0).view(4, 4), "columns": torch.zeros(3, 2)}
+    save_folder(tmp_path / "x.ckpt", {"state_dict": state, "global_step": 0})
+    forge(tmp_path / "x.ckpt", change)
+    with pytest.raises(DamagedCheckpointError, match=rf"x.ckpt: {message}"):
+        read_checkpoint(tmp_path / "x.ckpt")
+
+
+def test_manifest_when_chunks_lie_beside_each_other_in_any_order_then_is_read():
+    stretch = Stretch("__0_0.distcp", 0, 1000, 0)
+    places = [((2, 0), (2, 3)), ((0, 2), (2, 2)), ((2, 3), (2, 1)), ((0, 0), (2, 2)), ((4, 0), (0, 4))]
+    _check_cover(torch.float32, (4, 4), [SavedChunk(*place, stretch) for place in places])
+    _check_cover(torch.float32, (0, 4), [])
+    _check_cover(torch.float32, (), [SavedChunk((), (), stretch)])
+
+
+def test_chunks_when_they_are_cut_anyhow_then_cover_is_what_counting_every_number_says():
+    """Random chunks of a random tensor, as many numbers as it has: each of them in one, or some in two."""
+    generator, found = np.random.default_rng(0), {True: 0, False: 0}
+    stretch = Stretch("__0_0.distcp", 0, 1000, 0)
+    for _ in range(400):
+        shape = tuple(generator.integers(2, 6, size=generator.integers(1, 4)).tolist())
+        chunks = [((0,) * len(shape), shape)]
+        for _ in range(generator.integers(2, 8)):  # one of them is cut in two
+            offsets, sizes = chunks.pop(generator.integers(len(chunks)))
+            dim = int(generator.integers(len(shape)))
+            size = int(generator.integers(0, sizes[dim] + 1))
+            for at, length in ((0, size), (size, sizes[dim] - size)):
+                cut_at, cut_size = list(offsets), list(sizes)
+                cut_at[dim], cut_size[dim] = offsets[dim] + at, length
+                chunks.append((tuple(cut_at), tuple(cut_size)))
+        moved_one = int(generator.integers(len(chunks)))
+        offsets, sizes = chunks[moved_one]
+        if generator.integers(2):
+            offsets = tuple(int(generator.integers(0, w - s + 1)) for w, s in zip(shape, sizes, strict=True))
+        chunks[moved_one] = offsets, sizes
+        counts = np.zeros(shape, dtype=int)
+        for offsets, sizes in chunks:
+            counts[tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))] += 1
+        found[covers := bool((counts == 1).all())] += 1
+        with nullcontext() if covers else pytest.raises(ValueError, match="two chunks overlap"):
+            _check_cover(torch.float32, shape, [SavedChunk(*chunk, stretch) for chunk in chunks])
+    assert min(found.values()) > 40
+
+
+@pytest.mark.timeout(20)
+def test_chunks_when_each_column_is_one_then_they_are_checked_in_seconds():
+    """Each of them has all rows, so comparing each with all others took two minutes."""
+    stretch, width = Stretch("__0_0.distcp", 0, 1000, 0), 6000
+    columns = [SavedChunk((0, at), (4, 1), stretch) for at in range(width)]
+    _check_cover(torch.float32, (4, width), columns)
+    with pytest.raises(ValueError, match="two chunks overlap"):
+        _check_cover(torch.float32, (4, width), [*columns[:-1], columns[0]])
 
 
 @pytest.mark.parametrize(("limit", "file"), [(1000, "__0_0.distcp"), (4000, "meta.pt"), (6000, "extras-00000.pt")])
@@ -494,3 +673,50 @@ def test_version_when_another_one_counts_by_now_then_is_not_read_as_that_one(sav
     assert torch.equal(read_checkpoint(saved)["state_dict"]["table.weight"], ROWS + 1)
     with pytest.raises(DamagedCheckpointError, match=r"cannot be read .* Take a copy of the checkpoint"):
         read_stored(version, {"table.weight": in_store(torch.empty_like(ROWS))})
+
+
+class Plain(pl.LightningModule):
+    """Somebody's own module, which inherits from nothing of this package."""
+
+    def __init__(self, width=1):
+        super().__init__()
+        self.save_hyperparameters()
+        self.layer = nn.Linear(width, 1)
+
+
+def test_module_without_the_mixin_when_a_strategy_was_made_then_loads_from_a_folder_and_from_a_file(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(saving, "pl_load", cloud_io._load)  # as in a program that has made none
+    trained = Plain(width=3)
+    checkpoint = {"state_dict": trained.state_dict(), "hyper_parameters": dict(trained.hparams)}
+    checkpoint["pytorch-lightning_version"] = pl.__version__
+    save_folder(tmp_path / "best.ckpt", checkpoint)
+    torch.save(checkpoint, tmp_path / "file.ckpt")
+    with pytest.raises(IsADirectoryError):
+        Plain.load_from_checkpoint(tmp_path / "best.ckpt")
+    ForkserverDDPStrategy()
+    once = saving.pl_load
+    ForkserverDDPStrategy()
+    assert saving.pl_load is once
+    for path in (tmp_path / "best.ckpt", str(tmp_path / "best.ckpt"), tmp_path / "file.ckpt"):
+        loaded = Plain.load_from_checkpoint(path)
+        assert torch.equal(loaded.layer.weight, trained.layer.weight)
+
+
+def test_own_when_ranks_have_died_or_others_have_added_something_then_found_by_what_it_is(tmp_path, monkeypatch):
+    """Of ranks 0 to 3 the first is dead, the next has rows alone, and the others a replica each."""
+    added = [{"rows": 1}, {"part": {"number": 2, "x": 20}}, {"part": {"number": 3, "x": 30}, "rows": 3}]
+    path = tmp_path / "last.ckpt"
+    save_folder(path, {"state_dict": {}}, extras=added[0])
+    monkeypatch.setattr(folder, "_num_extras", lambda path: len(added))
+    monkeypatch.setattr(folder, "read_extras", lambda path, index, weights_only: added[index])
+    for expected in range(4):
+        assert folder.read_own(path, "part", {"number": 2}, expected=expected) == {"number": 2, "x": 20}
+        assert folder.read_own(path, "part", {"number": 3}, expected=expected)["x"] == 30
+        assert folder.read_own(path, "part", {"number": 0}, expected=expected) is None
+
+
+def test_own_when_the_checkpoint_is_a_file_then_there_is_none(tmp_path):
+    torch.save({"state_dict": {}}, tmp_path / "one.ckpt")
+    assert folder.read_own(tmp_path / "one.ckpt", "part", {}, expected=0) is None

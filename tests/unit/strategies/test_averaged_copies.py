@@ -18,7 +18,7 @@ from lightning_recsys.strategies.common.averaged_copies import (
     refuse_averages_in_shared_memory,
     refuse_statistics_after_averaging,
 )
-from lightning_recsys.strategies.common.embedding_servers import ServedTables, plan_placement
+from lightning_recsys.strategies.rows.tables import ServedTables, plan_placement
 
 ROW_KEYS = {"embeddings.embedding_bags.first.weight", "embeddings.embedding_bags.second.weight"}
 
@@ -47,7 +47,8 @@ def trainer(request):
 @pytest.fixture
 def served(trainer, tmp_path):
     """The model's tables in stores."""
-    tables = ServedTables(trainer.lightning_module, optimizer=RowSGD(0.1), names=["plain"])
+    tables = ServedTables(trainer.lightning_module, names=["plain"])
+    tables.choose_rules([], given=RowSGD(0.1), check=lambda _: None)
     servers = [MappedStores(tmp_path)]
     plan = plan_placement(tables.collections, 1, method="size")
 

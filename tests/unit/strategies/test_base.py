@@ -100,12 +100,26 @@ def test_compression_when_the_strategy_has_no_servers_or_it_is_not_for_rows_then
         Served(compression="topk")
 
 
-def test_processes_when_not_as_many_as_the_trainer_was_told_then_refused(monkeypatch):
-    for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 3, "GROUP_RANK": 0, "LOCAL_WORLD_SIZE": 3}.items():
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "a job", "RANK": 0, "LOCAL_RANK": 0, "GROUP_RANK": 0}
+SLURM = {"SLURM_PROCID": 0, "SLURM_LOCALID": 0, "SLURM_NODEID": 0, "SLURM_JOB_NAME": "train"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "told"),
+    [
+        (TORCHRUN | {"LOCAL_WORLD_SIZE": 3, "WORLD_SIZE": 3}, "LOCAL_WORLD_SIZE=3, WORLD_SIZE=3"),
+        (TORCHRUN | {"LOCAL_WORLD_SIZE": 1, "WORLD_SIZE": 2}, "LOCAL_WORLD_SIZE=1, WORLD_SIZE=2"),  # on two nodes
+        (
+            SLURM | {"SLURM_NNODES": 2, "SLURM_NTASKS_PER_NODE": 1, "SLURM_NTASKS": 2},
+            "SLURM_NNODES=2, SLURM_NTASKS_PER_NODE=1, SLURM_NTASKS=2",
+        ),
+    ],
+)
+def test_processes_when_not_as_the_trainer_was_told_then_refused_by_the_variables(monkeypatch, variables, told):
+    for name, value in variables.items():
         monkeypatch.setenv(name, str(value))
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a job")
     strategy = connected(Served())
-    with pytest.raises(ValueError, match=r"3 processes were started, but trainer.num_nodes=1 times trainer.devices=2"):
+    with pytest.raises(ValueError, match=rf"trainer.num_nodes=1 and trainer.devices=2, but {told}. Set both to what"):
         strategy.setup_environment()
 
 
@@ -146,7 +160,7 @@ def test_strategy_when_pickled_then_keeps_what_workers_need():
 
 
 def of_a_run(strategy):
-    checkpoints, servers = strategy._checkpoints, strategy.run_servers
+    checkpoints, servers = strategy.checkpoints, strategy.run_servers
     return strategy._num_validating, strategy._frozen, checkpoints.rows_wait, servers.connected
 
 
@@ -154,7 +168,7 @@ def test_strategy_when_a_run_is_over_or_it_is_pickled_then_has_nothing_of_the_ru
     strategy = connected(Served())
     fresh = of_a_run(strategy)
     strategy._num_validating, strategy._frozen = 2, [("x", torch.zeros(1))]
-    strategy._checkpoints._rows_to_load = Path("last.ckpt")
+    strategy.checkpoints._rows_to_load = Path("last.ckpt")
     assert of_a_run(pickle.loads(pickle.dumps(strategy))) == fresh
     strategy.teardown()
     assert of_a_run(strategy) == fresh
@@ -163,11 +177,11 @@ def test_strategy_when_a_run_is_over_or_it_is_pickled_then_has_nothing_of_the_ru
 def test_checkpoint_when_the_main_process_saves_before_or_without_steps_then_there_is_no_warning_of_lost_optimizers():
     strategy = connected(Served())
     strategy._configure_launcher()
-    strategy._checkpoints.warn_of_lost_optimizers(
+    strategy.checkpoints.warn_of_lost_optimizers(
         {"optimizer_states": [], "global_step": 0}, "a.ckpt"
     )  # warnings are errors
     with pytest.warns(UserWarning, match=r"a\.ckpt has no state of optimizers and schedulers"):
-        strategy._checkpoints.warn_of_lost_optimizers({"optimizer_states": [], "global_step": 3}, "a.ckpt")
+        strategy.checkpoints.warn_of_lost_optimizers({"optimizer_states": [], "global_step": 3}, "a.ckpt")
 
 
 def test_teardown_when_nothing_was_set_up_then_does_nothing_any_number_of_times():

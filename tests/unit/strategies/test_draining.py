@@ -17,8 +17,8 @@ from lightning_recsys.strategies.hierarchical.draining import WANTED, GroupState
 from lightning_recsys.strategies.hierarchical.servers.group_parts import SyncOrder
 from lightning_recsys.strategies.hierarchical.servers.group_server import GroupRequests
 from lightning_recsys.strategies.hierarchical.servers.sync_agent import SyncAgent
-from lightning_recsys.strategies.shadowsync.drivers import ShadowThread
-from lightning_recsys.strategies.shadowsync.rounds import CenterRounds
+from lightning_recsys.strategies.replicas.drivers import ShadowThread
+from lightning_recsys.strategies.replicas.rounds import CenterRounds
 from lightning_recsys.sync import make_algorithm
 
 RUN = f"lightning_recsys-{os.getpid()}-abc"
@@ -235,7 +235,7 @@ class Servers:
         self.calls.append("end_sync")
         return {}
 
-    def pull_model(self):
+    def pull_model(self, *, keep):
         self.calls.append("pull_model")
         with torch.no_grad():
             for x in self.task.parameters():
@@ -259,14 +259,13 @@ def net(monkeypatch):
         monkeypatch.setattr(net_run.dist, "all_reduce", all_reduce)
         monkeypatch.setattr(net_run, "meet_buffers", lambda task: None)
         monkeypatch.setattr(net_run.NetRun, "_elect", lambda self: None)
-        strategy = SimpleNamespace(
+        dense = SimpleNamespace(
+            strategy=SimpleNamespace(global_rank=0, barrier=lambda name: None),
             has_center=True,
             num_groups=2,
-            global_rank=0,
             group_connections=lambda: [SimpleNamespace(request=request)],
-            barrier=lambda name: None,
         )
-        made = net_run.NetRun(strategy, task, task, None)
+        made = net_run.NetRun(dense, task, task, torch.optim.SGD(task.parameters(), lr=1.0))
         made._brought = SimpleNamespace(partitioned=SimpleNamespace(parts=[]), servers=Servers(task, calls))
         made.leads = True
         return made, task, calls

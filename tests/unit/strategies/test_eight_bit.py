@@ -12,7 +12,7 @@ from lightning_recsys.partition.tracing import trace
 from lightning_recsys.placement.machines import Processor
 from lightning_recsys.placement.plan import OperatorPlan
 from lightning_recsys.strategies import HierarchicalStrategy
-from lightning_recsys.strategies.hierarchical.eight_bit import EightBitLinear, compute_in_eight_bits, in_eight_bits
+from lightning_recsys.strategies.hierarchical.cut.eight_bit import EightBitLinear, compute_in_eight_bits, in_eight_bits
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -40,8 +40,17 @@ def test_layer_then_its_product_is_that_of_rounded_numbers():
     x = torch.tensor([[1.27, 0.01, 0.02, 1.0, 0.0]])
     assert float(layer(x).detach()) == pytest.approx(1.27 * 127 + 0.01 - 2 * 0.02, rel=1e-6)
     assert float(layer(torch.zeros(1, 5)).detach()) == 0
-    with pytest.raises(ValueError, match="finite"):
+    with pytest.raises(ValueError, match=r"an input of the layer .* is not finite .* strategy.fc_forward=int8"):
         layer(torch.full((1, 5), float("nan")))
+
+
+@pytest.mark.parametrize("width", [140_000, 2 * 133_144 + 3])
+def test_sum_when_it_needs_more_than_32_bits_then_it_is_exact(width):
+    layer = EightBitLinear.of(nn.Linear(width, 2, bias=False))
+    layer.weight.data[0], layer.weight.data[1] = 1.0, -1.0
+    assert (
+        layer(torch.ones(3, width)).tolist() == [[pytest.approx(width, rel=1e-6), pytest.approx(-width, rel=1e-6)]] * 3
+    )
 
 
 def test_parts_then_their_layers_change_and_the_models_do_not():

@@ -16,7 +16,7 @@ from lightning_recsys.placement import PlacementPlan, TablePart
 from lightning_recsys.row_cache import SharedIndex
 from lightning_recsys.stores import DynamicRows, MappedStores
 from lightning_recsys.strategies import AsyncParameterServerStrategy, HETStrategy
-from lightning_recsys.strategies.het.strategy import _lag_shares, _merged
+from lightning_recsys.strategies.rows.cached import _lag_shares, _merged
 
 
 def make_trainer(strategy, **arguments) -> pl.Trainer:
@@ -26,19 +26,15 @@ def make_trainer(strategy, **arguments) -> pl.Trainer:
 
 @pytest.mark.parametrize(("name", "algorithm"), [("het", "het"), ("het_hybrid", "hybrid")])
 def test_name_when_registered_then_the_trainer_finds_it(name, algorithm):
-    assert StrategyRegistry.get(name).algorithm == algorithm
-    assert make_trainer(name).strategy.algorithm == algorithm
+    assert StrategyRegistry.get(name).rows.algorithm == algorithm
+    assert make_trainer(name).strategy.rows.algorithm == algorithm
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"algorithm": "async"}, r"strategy.algorithm must be one of het, hybrid, got 'async'"),
-        ({"algorithm": "ps"}, r"strategy.algorithm=ps is a strategy of its own: use strategy=async_ps\."),
-        (
-            {"algorithm": "allreduce"},
-            r"strategy.algorithm=allreduce .* use strategy=ddp_forkserver \(in the recipes: ddp",
-        ),
+        ({"algorithm": "ps"}, r"strategy.algorithm must be one of het, hybrid, got 'ps'"),
         ({"policy": "fifo"}, r"strategy.policy must be one of lru, lfu, light_lfu, got 'fifo'"),
         ({"clock": "min"}, r"strategy.clock must be one of \['max', 'sum'\], got 'min'"),
         ({"cache_rows": 0}, r"strategy.cache_rows must be at least 1, got 0"),
@@ -49,8 +45,8 @@ def test_name_when_registered_then_the_trainer_finds_it(name, algorithm):
         ({"cache_fraction": 1.5}, r"strategy.cache_fraction must be in \(0, 1\], got 1.5"),
         ({"cache_rows": 5, "cache_fraction": 0.5}, r"give strategy.cache_rows or strategy.cache_fraction, not both"),
         ({"staleness": -1}, r"strategy.staleness must be at least 0, or null for no bound, got -1"),
-        ({"staleness": 0.5}, r"strategy.staleness must be a whole number of updates, .* got 0.5"),
-        ({"staleness": "none"}, r"strategy.staleness must be a whole number of updates, .* got 'none'"),
+        ({"staleness": 0.5}, r"strategy.staleness must be auto, a whole number of updates, .* got 0.5"),
+        ({"staleness": "none"}, r"strategy.staleness must be auto, a whole number of updates, .* got 'none'"),
         ({"lookahead_batches": -1}, r"strategy.lookahead_batches must be at least 0, got -1. 0 looks at none"),
         ({"lookahead_batches": 2.5}, r"strategy.lookahead_batches must be a whole number, got 2\.5"),
         ({"cache_fraction": "0.5"}, r"strategy.cache_fraction must be a number, got '0\.5'"),
@@ -58,6 +54,9 @@ def test_name_when_registered_then_the_trainer_finds_it(name, algorithm):
             {"algorithm": "hybrid", "staleness": 10},
             r"strategy.staleness=10 means nothing with strategy.algorithm=hybrid, which has no cache\.",
         ),
+        ({"max_missed_updates": 60, "staleness": 5}, r"give strategy.max_missed_updates, or strategy.staleness and"),
+        ({"max_missed_updates": 0}, r"strategy.max_missed_updates must be at least 1, got 0"),
+        ({"algorithm": "hybrid", "max_missed_updates": 60}, r"strategy.max_missed_updates=60 means nothing"),
         ({"algorithm": "hybrid", "cache_rows": 9}, r"strategy.cache_rows=9 means nothing"),
         ({"algorithm": "hybrid", "policy": "lru"}, r"strategy.policy=lru means nothing"),
         ({"lookahead_bytes": 0}, r"strategy.lookahead_bytes must be at least 1, got 0"),
@@ -73,6 +72,17 @@ def test_argument_when_wrong_then_refused_by_its_place_in_the_config(arguments, 
         HETStrategy(**arguments)
 
 
+def test_staleness_when_missed_updates_are_bounded_then_follows_from_the_number_of_workers():
+    strategies = [make_trainer(HETStrategy(max_missed_updates=60), devices=workers).strategy for workers in (2, 8)]
+    # 2 s + (n - 1) (s + 3): 38 + 22 and 8 + 7 * 7, while 10 + 7 * 8 would be 66.
+    rows = [strategy.rows for strategy in strategies]
+    assert [(x.staleness, x.clock, x.in_step) for x in rows] == [(19, "sum", False), (4, "sum", False)]
+    with pytest.raises(
+        ValueError, match=r"strategy.max_missed_updates must be at least 30 for 8 workers with prefetch"
+    ):
+        _ = make_trainer(HETStrategy(max_missed_updates=21), devices=8).strategy.rows.in_step
+
+
 def test_arguments_of_ddp_when_the_dense_part_is_on_servers_then_refused():
     assert HETStrategy(find_unused_parameters=True)
     with pytest.raises(TypeError, match=r"does not use DistributedDataParallel.*find_unused_parameters"):
@@ -81,7 +91,7 @@ def test_arguments_of_ddp_when_the_dense_part_is_on_servers_then_refused():
 
 @pytest.mark.parametrize(("given", "kept"), [(3, 3), (0, 0), (None, None), ("inf", None), (math.inf, None)])
 def test_staleness_when_given_then_is_a_number_or_no_bound(given, kept):
-    assert HETStrategy(staleness=given).staleness == kept
+    assert HETStrategy(staleness=given).rows.staleness == kept
 
 
 @pytest.mark.parametrize(
@@ -89,7 +99,7 @@ def test_staleness_when_given_then_is_a_number_or_no_bound(given, kept):
     [({}, 101), ({"cache_fraction": 0.5}, 501), ({"cache_rows": 7}, 7), ({"cache_rows": 5000}, 1001)],
 )
 def test_cache_when_sized_then_holds_so_many_of_1001_rows(arguments, kept):
-    assert HETStrategy(**arguments)._rows_kept(1001) == kept
+    assert HETStrategy(**arguments).rows._rows_kept(1001) == kept
 
 
 @pytest.mark.parametrize(
@@ -108,7 +118,8 @@ def test_workers_when_of_an_algorithm_then_wait_peek_and_scale_accordingly(
     arguments, devices, in_step, prefetches, peeks, scale
 ):
     strategy = make_trainer(HETStrategy(**arguments), devices=devices).strategy
-    assert (strategy.in_step, strategy._prefetches, strategy._peeks) == (in_step, prefetches, peeks)
+    rows = strategy.rows
+    assert (rows.in_step, rows._prefetches, rows._peeks) == (in_step, prefetches, peeks)
     assert strategy.gradient_scale == scale
     assert not strategy.asynchronous
     assert len(strategy.server_specs()) == 1
@@ -125,22 +136,23 @@ def test_index_when_collections_have_the_same_ids_then_is_made_once_and_only_whe
             made.append(self)
             super().__init__(*args, **options)
 
-    for module in ("lightning_recsys.strategies.het.strategy", "lightning_recsys.row_cache.backend"):
+    for module in ("lightning_recsys.strategies.rows.cached", "lightning_recsys.row_cache.backend"):
         monkeypatch.setattr(f"{module}.SharedIndex", Counted)
     strategy = make_trainer(HETStrategy(staleness=staleness)).strategy
     for width in (1, 4):
         collection = EmbeddingBagCollection([EmbeddingBagConfig("t", 100, width, ("x",))], optimizer=RowSGD(0.1))
         plan = PlacementPlan("size", 1, (TablePart(f"of_{width}", "t", 100, 0),))
         servers = [MappedStores(tmp_path)]
-        backend = strategy.make_backend(f"of_{width}", collection, servers=servers, plan=plan, seed=0)
+        backend = strategy.rows.make_backend(f"of_{width}", collection, servers=servers, plan=plan, seed=0)
         assert backend.shared_index is (made[0] if shares else None)
     assert len(made) == shares
 
 
 def test_strategy_when_pickled_then_keeps_its_settings():
     strategy = pickle.loads(pickle.dumps(HETStrategy(algorithm="hybrid", prefetch=False, lookahead_batches=0)))
-    assert (strategy.algorithm, strategy.wraps_model) == ("hybrid", True)
-    assert (strategy.prefetch, strategy.lookahead_batches) == (False, 0)
+    assert (strategy.rows.algorithm, strategy.wraps_model) == ("hybrid", True)
+    assert (strategy.rows.prefetch, strategy.rows.lookahead_batches) == (False, 0)
+    assert strategy.rows.strategy is strategy
 
 
 def test_telemetry_when_of_several_collections_then_weighs_shares_by_their_lookups():

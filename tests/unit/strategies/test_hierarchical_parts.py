@@ -22,6 +22,8 @@ from lightning_recsys.partition.parts import Part, split
 from lightning_recsys.partition.tracing import trace
 from lightning_recsys.placement.plan import OperatorPlan
 from lightning_recsys.strategies import HierarchicalStrategy
+from lightning_recsys.strategies.hierarchical.cut.remote_forward import CutForward, Net
+from lightning_recsys.strategies.hierarchical.cut.sample_call import forward_replaced
 from lightning_recsys.strategies.hierarchical.groups import Groups
 from lightning_recsys.strategies.hierarchical.refusals import (
     cut_module,
@@ -30,13 +32,19 @@ from lightning_recsys.strategies.hierarchical.refusals import (
     refuse_parametrized,
     refuse_switched,
     refuse_trainer,
+    refuse_without_forward,
     switches,
 )
-from lightning_recsys.strategies.hierarchical.remote_forward import CutForward, Net
-from lightning_recsys.strategies.hierarchical.sample_call import forward_replaced
-from lightning_recsys.strategies.hierarchical.servers.group_parts import FILE, MEMORY, GroupMemory, GroupParts
+from lightning_recsys.strategies.hierarchical.servers.group_parts import (
+    CHANGED,
+    FILE,
+    MEMORY,
+    Change,
+    GroupMemory,
+    GroupParts,
+)
 from lightning_recsys.strategies.hierarchical.servers.group_server import GroupRequests
-from lightning_recsys.strategies.shadowsync.replica import Replica
+from lightning_recsys.strategies.replicas.replica import Replica
 
 CLIENT = bytes(range(1, 17))
 X = torch.randn(6, 4, generator=torch.Generator().manual_seed(1))
@@ -181,6 +189,69 @@ def test_server_when_the_same_is_trained_by_torch_then_equal(served):
     torch.testing.assert_close(served.model.bottom.weight, twin.bottom.weight, rtol=1e-6, atol=1e-7)
     torch.testing.assert_close(served.model.norm.bias, twin.norm.bias, rtol=1e-6, atol=1e-7)
     torch.testing.assert_close(views["buffer.norm.running_mean"], twin.norm.running_mean, rtol=1e-6, atol=1e-7)
+
+
+class Tempered(Model):
+    def __init__(self):
+        super().__init__()
+        self.temperature, self.drop = 1.0, nn.Dropout(0.0)
+        self.register_buffer("shift", torch.zeros(5))
+        self.frozen = nn.Parameter(torch.ones(5), requires_grad=False)
+
+    def forward(self, x):
+        return self.top(self.drop(self.norm(self.bottom(x))) * self.temperature + self.shift * self.frozen).squeeze(1)
+
+
+def test_server_when_what_a_part_reads_changes_then_computes_so_with_its_own_numbers_after_a_restart_too(tmp_path):
+    def parts_of(model):
+        traced = trace(model, [X])
+        return split(traced, OperatorPlan(dict.fromkeys(traced.operators.by_name, "server0"))).on("server0")
+
+    def answer(handler):
+        arguments = {"part": "server0.0", "keep": False, "wanted": [False], "tensors": [["f4", [6, 4]]]}
+        (y,) = ask(handler, "forward", X.reshape(-1), **arguments).arrays
+        return y
+
+    def bring(handler, number, by, **buffers):
+        modules = {part.name: part.module for part in parts_of(model)}
+        trained = {x for x in model.parameters() if x.requires_grad}
+        Change.of(number, modules, buffers=set(buffers), trained=trained).save(tmp_path / f"{CHANGED}-{by}")
+        reply = ask(handler, "change_parts", number=number, by=by)
+        assert reply.status == "ok", reply.value
+
+    model = Tempered()
+    GroupParts.of(parts_of(model), torch.optim.SGD(model.parameters(), lr=0.1)).save(tmp_path)
+    handler = RequestHandler(tmp_path, offer=GroupRequests)
+    ask(handler, "load_parts")
+    train(handler, "server0.0", [X])
+    trained = copy.deepcopy(handler._offer.operators.parts["server0.0"]._module).eval()
+    normed = trained.drop(trained.norm(trained.bottom(X)))
+    for module in handler._offer.operators.parts["server0.0"]._module.modules():
+        module.eval()
+    torch.testing.assert_close(answer(handler), trained.top(normed).squeeze(1))
+
+    model.eval()
+    model.temperature, model.drop.p = 3.0, 0.25
+    model.shift.fill_(3.5)
+    model.frozen.data.fill_(2.0)  # and stays so through the second change, which writes another file
+    bring(handler, 1, by=11, shift=True)
+    expected = trained.top(normed * 3 + 7).squeeze(1)
+    torch.testing.assert_close(answer(handler), expected)
+    assert handler._offer.operators.parts["server0.0"]._module.drop.p == 0.25
+    model.temperature = 2.0  # what a slower net brings under the same number is that of before
+    bring(handler, 1, by=12)
+    torch.testing.assert_close(answer(handler), expected)
+    assert sorted(x.name for x in tmp_path.iterdir() if x.name.startswith(CHANGED)) == [CHANGED]
+
+    model.shift.fill_(100.0)  # of a buffer that is not named the server keeps its own numbers
+    bring(handler, 2, by=12)
+    train(handler, "server0.0", [X])
+    last = answer(handler)
+    assert not torch.allclose(last, trained.top(normed * 2 + 7).squeeze(1))  # the same parameters are trained on
+    handler.journal.close()  # as after SIGKILL
+    again = RequestHandler(tmp_path, offer=GroupRequests)
+    torch.testing.assert_close(answer(again), last)
+    again.close()
 
 
 def test_server_when_a_module_is_in_evaluation_mode_then_it_stays_so(tmp_path):
@@ -476,7 +547,11 @@ class LoggingNorm(pl.Callback):
         (trainer_of(Manual()), Precision(), "automatic_optimization=False"),
         (trainer_of(Task(), gradient_clip_val=1.0), Precision(), r"trainer.gradient_clip_val=1.0"),
         (trainer_of(Task(), accumulate_grad_batches=4), Precision(), "accumulate_grad_batches=4"),
-        (trainer_of(Task(), [TwoBatches()]), Precision(), "updates the model at every backward pass"),
+        (
+            trainer_of(Task(), [TwoBatches()]),
+            Precision(),
+            r"^the callback TwoBatches \(scheduling=\{0: 2\}\) accumulates",
+        ),
         (trainer_of(Task()), MixedPrecision("bf16-mixed", "cpu"), "trainer.precision=bf16-mixed"),
         (trainer_of(Task(), [StochasticWeightAveraging(1e-2)]), Precision(), "StochasticWeightAveraging averages"),
         (trainer_of(Clipping()), Precision(), r"^Clipping.configure_gradient_clipping looks at gradients"),
@@ -491,6 +566,33 @@ class LoggingNorm(pl.Callback):
 def test_setting_when_it_needs_gradients_before_the_update_then_refused_by_name(trainer, precision, reason):
     with pytest.raises(ValueError, match=reason):
         refuse_trainer(trainer, precision)
+
+
+class Autoencoder(pl.LightningModule):
+    """Lightning's quick start: its step calls two modules, and there is no forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.decoder, self.metric = nn.Linear(4, 2), nn.Linear(2, 4), nn.Identity()
+
+
+def test_module_when_it_has_no_forward_then_refused_by_what_it_lacks():
+    task = Autoencoder()
+    with pytest.raises(ValueError, match=r"Autoencoder has no forward: .* calls encoder and decoder by itself"):
+        refuse_without_forward(task, cut_module(task, None))
+    refuse_without_forward(task, task.encoder)
+
+
+def test_module_when_its_forward_was_set_on_the_object_then_refused_by_name():
+    """The forward of its class is what would be traced."""
+    task = Autoencoder()
+    task.forward = task.encoder.forward
+    task.encoder.forward = task.encoder.forward  # its own, as Lightning leaves it
+    refuse_without_forward(task, task.encoder)
+    for cut in (task, task.decoder):
+        cut.forward = task.encoder.forward
+        with pytest.raises(ValueError, match=r"this \w+ has another one, Linear.forward, which was set on the object"):
+            refuse_without_forward(task, cut)
 
 
 def test_optimizers_when_servers_cannot_share_them_then_refused_by_name():

@@ -20,11 +20,11 @@ from lightning_recsys.placement.plan import OperatorPlan
 from lightning_recsys.placement.plan_file import read_plan
 from lightning_recsys.strategies import HierarchicalStrategy
 from lightning_recsys.strategies.hierarchical import OperatorPlacement
-from lightning_recsys.strategies.hierarchical.cut_layers import CutLayers
+from lightning_recsys.strategies.hierarchical.cut.cut_layers import CutLayers
+from lightning_recsys.strategies.hierarchical.cut.sample_call import sample_call
 from lightning_recsys.strategies.hierarchical.groups import Groups
 from lightning_recsys.strategies.hierarchical.news import News
 from lightning_recsys.strategies.hierarchical.planning import group_machines, make_plan
-from lightning_recsys.strategies.hierarchical.sample_call import sample_call
 from lightning_recsys.strategies.hierarchical.servers.group_parts import GroupParts
 
 
@@ -74,7 +74,7 @@ def test_splits_when_auto_then_only_where_the_predicted_step_is_shorter_or_there
         splits, _, prediction = plan(nets=nets, fc_splits="auto", **slow)
         assert splits[0] == LayerSplit("2", "output", 2)
         assert prediction.seconds < plan(nets=nets, **slow)[2].seconds
-    small = {"rooms": (49_000, 49_000), "batch_size": 4}
+    small = {"rooms": (98_000, 98_000), "batch_size": 4}
     with pytest.raises(OperatorRoomError, match="operator 2 "):
         plan(**small)
     assert "2" in [split.path for split in plan(fc_splits="auto", **small)[0]]

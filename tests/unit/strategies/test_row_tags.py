@@ -14,7 +14,7 @@ from lightning_recsys.placement import PlacementPlan, TablePart
 from lightning_recsys.stores import MappedStores
 from lightning_recsys.stores.backend import StoreBackend
 from lightning_recsys.stores.dynamic.rows import DynamicRows
-from lightning_recsys.strategies.async_ps.row_tags import read_share, write_shares
+from lightning_recsys.strategies.rows.row_tags import read_share, write_shares
 from lightning_recsys.sync import StalenessNormalization
 
 BY_CHANGE = StalenessNormalization("linear", sensitivity=1.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from datetime import timedelta
 from functools import partial
@@ -9,6 +10,8 @@ from functools import partial
 import pytest
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.strategies import DDPStrategy
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 
 from lightning_recsys.optim import RowAdagrad, RowSGD
@@ -20,7 +23,7 @@ from lightning_recsys.strategies import (
     HierarchicalStrategy,
     ShadowSyncStrategy,
 )
-from lightning_recsys.strategies.common.embedding_servers import ServedTables
+from lightning_recsys.strategies.rows.tables import ServedTables
 from lightning_recsys.sync import BMUF
 
 ALL = (
@@ -99,6 +102,20 @@ def test_arguments_when_right_then_taken():
     HierarchicalStrategy(num_groups=2, num_sync_servers=2, compression={"gradients": "topk"}, top_k_fraction=0.2)
 
 
+@pytest.mark.parametrize("kind", ALL)
+def test_arguments_when_at_the_defaults_of_lightning_and_torch_then_count_as_not_given(kind):
+    """LightningCLI hands over all that a class and its bases have."""
+    parameters = {
+        name: x.default
+        for base in (DistributedDataParallel, DDPStrategy, *reversed(kind.__mro__[: kind.__mro__.index(DDPStrategy)]))
+        for name, x in inspect.signature(base).parameters.items()
+        if x.default is not inspect.Parameter.empty and name not in ("device_ids", "start_method")
+    }
+    strategy = kind(**parameters)
+    assert strategy._ddp_kwargs == {}
+    assert strategy._timeout == (timedelta(days=7) if kind.asynchronous else timedelta(minutes=30))
+
+
 def test_min_workers_when_there_are_fewer_from_the_start_then_refused():
     with pytest.raises(ValueError, match=r"strategy\.min_workers=5, and the run has 2 workers .* Choose at most 2"):
         pl.Trainer(accelerator="cpu", devices=2, strategy=AsyncParameterServerStrategy(min_workers=5), barebones=True)
@@ -117,12 +134,13 @@ def test_min_workers_when_there_are_fewer_from_the_start_then_refused():
 )
 def test_parameter_group_when_it_speaks_of_rows_on_servers_then_what_nobody_takes_is_named(rows, net, schedule, says):
     model = torch.nn.ModuleDict({"emb": torch.nn.Embedding(9, 2), "net": torch.nn.Linear(2, 1)})
-    tables = ServedTables(model, optimizer=RowSGD(0.2), names=("emb",))
+    tables = ServedTables(model, names=("emb",))
     empty = {"params": [], "lr": 7.0}  # as a collection adds it for its own rows
     groups = [{"params": model["net"].parameters(), **net}, {"params": model["emb"].parameters(), **rows}, empty]
     optimizer = torch.optim.SGD(groups)
     if schedule is not None:
         schedule(optimizer)
+    tables.choose_rules([optimizer], given=RowSGD(0.2), check=lambda _: None)
     told = tables.ignored_groups([optimizer])
     assert len(told) == len(says)
     assert all(re.search(pattern, sentence) for pattern, sentence in zip(says, told, strict=True))

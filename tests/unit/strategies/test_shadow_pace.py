@@ -5,8 +5,8 @@ import time
 
 import torch
 
-from lightning_recsys.strategies.shadowsync.drivers import ShadowThread
-from lightning_recsys.strategies.shadowsync.rounds import Rounds
+from lightning_recsys.strategies.replicas.drivers import ShadowThread
+from lightning_recsys.strategies.replicas.rounds import Rounds
 from lightning_recsys.sync import EASGD
 
 

@@ -19,20 +19,19 @@ from lightning_recsys.data import SyntheticDataModule
 from lightning_recsys.embeddings import EmbeddingBagCollection, EmbeddingBagConfig, SparseFeatures
 from lightning_recsys.errors import NoRoomError
 from lightning_recsys.optim import RowSGD
-from lightning_recsys.placement import Room
 from lightning_recsys.stores.mapped import MappedStores
 from lightning_recsys.strategies import ShadowSyncStrategy
-from lightning_recsys.strategies.common.embedding_servers import (
+from lightning_recsys.strategies.common.samples import sample_features
+from lightning_recsys.strategies.replicas.drivers import ForegroundHook, ShadowThread
+from lightning_recsys.strategies.replicas.replica import Replica, share_optimizer_state
+from lightning_recsys.strategies.replicas.rounds import CenterRounds, Rounds
+from lightning_recsys.strategies.rows.tables import (
     ServedTables,
     ids_in,
     measure_costs,
     plan_placement,
     rooms_of,
 )
-from lightning_recsys.strategies.common.samples import sample_features
-from lightning_recsys.strategies.shadowsync.drivers import ForegroundHook, ShadowThread
-from lightning_recsys.strategies.shadowsync.replica import Replica, share_optimizer_state
-from lightning_recsys.strategies.shadowsync.rounds import CenterRounds, Rounds
 from lightning_recsys.strategies.shadowsync.standstill import Standstill
 from lightning_recsys.sync import BMUF, EASGD, ModelAveraging, RoundSchedule, register_algorithm, registry
 
@@ -54,9 +53,9 @@ def make_trainer(strategy, **arguments) -> pl.Trainer:
     ],
 )
 def test_name_when_registered_then_the_trainer_finds_it(name, algorithm):
-    assert isinstance(StrategyRegistry.get(name).algorithm, algorithm)
+    assert isinstance(StrategyRegistry.get(name).dense.algorithm, algorithm)
     trainer = make_trainer(name, devices=3)
-    assert (trainer.world_size, trainer.strategy.layout.num_trainers) == (3, 3)
+    assert (trainer.world_size, trainer.strategy.dense.layout.num_trainers) == (3, 3)
 
 
 class OwnDefault(ModelAveraging):
@@ -67,9 +66,9 @@ class OwnDefault(ModelAveraging):
 def test_algorithm_of_ones_own_when_alpha_is_left_out_then_keeps_its_own_default(monkeypatch):
     monkeypatch.setattr(registry, "_ALGORITHMS", dict(registry._ALGORITHMS))
     register_algorithm("own_default", OwnDefault)
-    assert ShadowSyncStrategy(algorithm="own_default").algorithm.alpha == 1.0
-    assert ShadowSyncStrategy(algorithm="own_default", alpha=0.25).algorithm.alpha == 0.25
-    assert ShadowSyncStrategy().algorithm.alpha == 0.5
+    assert ShadowSyncStrategy(algorithm="own_default").dense.algorithm.alpha == 1.0
+    assert ShadowSyncStrategy(algorithm="own_default", alpha=0.25).dense.algorithm.alpha == 0.25
+    assert ShadowSyncStrategy().dense.algorithm.alpha == 0.5
 
 
 @pytest.mark.parametrize(
@@ -111,9 +110,9 @@ def test_argument_when_wrong_then_refused_by_its_place_in_the_config(arguments, 
 def test_strategy_when_pickled_then_keeps_its_settings():
     strategy = ShadowSyncStrategy(num_trainers=3, algorithm="bmuf", eta=0.5, rounds="foreground", gap=7)
     copy = pickle.loads(pickle.dumps(strategy))
-    assert (copy.num_trainers, copy.rounds, copy.gap) == (3, "foreground", 7)
-    assert isinstance(copy.algorithm, BMUF)
-    assert copy.algorithm.eta == 0.5
+    assert (copy.dense.num_trainers, copy.dense.rounds, copy.dense.gap) == (3, "foreground", 7)
+    assert isinstance(copy.dense.algorithm, BMUF)
+    assert copy.dense.algorithm.eta == 0.5
 
 
 def test_servers_when_the_algorithm_has_no_center_then_are_for_rows_only():
@@ -145,7 +144,7 @@ def test_servers_when_the_algorithm_has_no_center_then_are_for_rows_only():
 )
 def test_processes_when_devices_are_left_out_then_follow_the_trainers(arguments, settings, layout):
     trainer = make_trainer(ShadowSyncStrategy(**arguments), **settings)
-    assert (trainer.strategy.layout.num_trainers, trainer.strategy.layout.workers_per_trainer) == layout
+    assert (trainer.strategy.dense.layout.num_trainers, trainer.strategy.dense.layout.workers_per_trainer) == layout
     assert trainer.world_size == layout[0] * layout[1]
     assert trainer.num_devices == trainer.world_size // settings.get("num_nodes", 1)
 
@@ -462,7 +461,7 @@ def test_foreground_when_its_steps_are_kept_then_the_next_round_comes_where_it_w
 
 def test_foreground_when_paced_by_time_then_steps_do_not_count(monkeypatch):
     now = 0.0
-    monkeypatch.setattr("lightning_recsys.strategies.shadowsync.drivers.time.monotonic", lambda: now)
+    monkeypatch.setattr("lightning_recsys.strategies.replicas.drivers.time.monotonic", lambda: now)
     rounds = Recorded()
     driver = ForegroundHook(rounds, schedule=RoundSchedule(gap=1, interval=10.0))
     driver.start()
@@ -555,7 +554,7 @@ def test_placement_when_profiled_then_measures_every_table_and_leaves_the_random
     tables = [EmbeddingBagConfig("small", 10, 4, ("a",)), EmbeddingBagConfig("large", 5000, 4, ("b", "c"))]
     model = nn.ModuleDict({"embeddings": EmbeddingBagCollection(tables)})
     state = torch.get_rng_state()
-    collections = ServedTables(model, optimizer=RowSGD()).collections
+    collections = ServedTables(model).collections
     assert list(collections) == ["embeddings"]
     costs = measure_costs(collections["embeddings"])
     assert costs.keys() == {"small", "large"}
@@ -576,7 +575,7 @@ def test_placement_when_profiled_then_measures_with_the_bags_of_the_batches_that
         def apply_gradients(self, weight, state, sparse, gradient, **_):
             assert gradient.shape == (sparse.batch_size, len(sparse.keys), 4)
 
-    monkeypatch.setattr("lightning_recsys.strategies.common.embedding_servers.choose_kernel", lambda *_: Kernel())
+    monkeypatch.setattr("lightning_recsys.strategies.rows.tables.choose_kernel", lambda *_: Kernel())
     tables = [EmbeddingBagConfig("a", 10, 4, ("a",)), EmbeddingBagConfig("b", 3_000_000, 4, ("b",), pooling="mean")]
     collection = EmbeddingBagCollection(tables, device="meta")
     bags = SparseFeatures(("b", "a"), torch.tensor([7, 2_000_001, 3, 4]), lengths=torch.tensor([2, 0, 1, 1]))
@@ -590,7 +589,7 @@ def test_placement_when_profiled_then_measures_with_the_bags_of_the_batches_that
 
 def test_placement_when_profiled_then_a_cut_tables_cost_follows_the_rows_that_its_batches_looked_up(monkeypatch):
     monkeypatch.setattr(
-        "lightning_recsys.strategies.common.embedding_servers.measure_costs",
+        "lightning_recsys.strategies.rows.tables.measure_costs",
         lambda *_: {"a": 3.0, "b": 1.0, "unseen": 0.0},
     )
     features = {"a": ("x",), "b": ("y", "z"), "unseen": ("u",)}
@@ -622,8 +621,6 @@ def test_placement_when_the_servers_lack_room_then_says_so_and_tables_that_grow_
     with pytest.raises(NoRoomError, match=r"table net.a needs [0-9,]+ bytes .* server 0 [0-9,]+ of 10,000"):
         plan_placement(collections, 2, method="size", rooms=rooms)
     assert plan_placement(collections, 2, method="size", rooms=rooms, growing=["net"]).num_servers == 2
-    told |= {"promised_bytes": 3_000}
-    assert rooms_of([Server(), Server()]) == [Room("here", 7_000)] * 2, "each lacks what the other's stores may take"
     told = {"rows": 3}
     assert rooms_of([Server()]) is None
     assert plan_placement(collections, 2, method="size").num_servers == 2
@@ -692,10 +689,10 @@ def test_samples_when_only_an_iteration_or_a_hook_could_give_them_then_there_are
 
 def test_checkpoint_when_hierarchical_groups_wrote_it_then_their_replicas_are_left_out(tmp_path):
     checkpoint = {"state_dict": {"weight": torch.ones(1)}, "optimizer_states": [{"state": "mean"}], "global_step": 3}
-    extras = {"num_groups": 2, "replica": {"weight": torch.zeros(1)}, "optimizer_states": [{"state": "own"}]}
-    save_folder(tmp_path / "last.ckpt", checkpoint, extras=extras)
+    own = {"group": 0, "num_groups": 2, "replica": {"weight": torch.zeros(1)}, "optimizer_states": [{"state": "own"}]}
+    save_folder(tmp_path / "last.ckpt", checkpoint, extras={"hierarchical": own})
     strategy = make_trainer(ShadowSyncStrategy(num_trainers=2)).strategy
-    strategy.connect(pl.LightningModule())
-    loaded = strategy.load_checkpoint(tmp_path / "last.ckpt", weights_only=False)
+    loaded = dict(checkpoint)
+    strategy.dense.load_own(tmp_path / "last.ckpt", loaded, weights_only=False)
     assert loaded["optimizer_states"] == [{"state": "mean"}]
-    assert strategy._restored.trainer is None
+    assert strategy.dense._restored_trainer is None

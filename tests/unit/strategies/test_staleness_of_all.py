@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_recsys.stores.versions import StalenessHistogram
-from lightning_recsys.strategies.async_ps.staleness_of_all import StalenessOfAll
+from lightning_recsys.strategies.rows.staleness_of_all import StalenessOfAll
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ import threading
 import pytest
 import torch
 
-from lightning_recsys.strategies.shadowsync.drivers import ForegroundHook
-from lightning_recsys.strategies.shadowsync.rounds import Rounds
+from lightning_recsys.strategies.replicas.drivers import ForegroundHook
+from lightning_recsys.strategies.replicas.rounds import Rounds
 from lightning_recsys.sync import ModelAveraging, RoundSchedule
 
 pytestmark = pytest.mark.timeout(30)

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_recsys.strategies.common.workers import meeting
-from lightning_recsys.strategies.shadowsync.survivors import Council, SurvivorRounds
+from lightning_recsys.strategies.replicas.survivors import Council, SurvivorRounds
 from lightning_recsys.sync import BMUF, ModelAveraging
 
 pytestmark = pytest.mark.timeout(60)

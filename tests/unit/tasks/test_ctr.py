@@ -1,6 +1,7 @@
 """CTRTask under Lightning's single-device strategy; the other strategies are rows of the conformance table."""
 
 import math
+import warnings
 from functools import partial
 
 import pytest
@@ -55,6 +56,40 @@ def fit(trainer: pl.Trainer, task: pl.LightningModule, batches: Batches, **kwarg
 
 def rows_of(task: CTRTask) -> torch.Tensor:
     return task.model.embeddings.embedding_bags.rows.detach().clone()
+
+
+class Alike(nn.Module):
+    """Scores all examples alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(1))
+
+    def forward(self, dense, sparse):
+        return self.bias.expand(len(dense))
+
+
+class SeesWarnings(pl.Callback):
+    """How many warnings there were before training, and of what."""
+
+    def __init__(self, seen: list[warnings.WarningMessage]) -> None:
+        self.seen, self.before = seen, -1
+
+    def on_train_start(self, trainer, pl_module):
+        self.before = len(self.seen)
+
+
+@pytest.mark.filterwarnings("default")
+def test_sanity_check_when_scores_are_alike_then_the_warning_waits_for_a_validation(tmp_path):
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.filterwarnings("always", message="AUC may be off")
+        watch = SeesWarnings(seen)
+        trainer = make_trainer(tmp_path, num_sanity_val_steps=1, callbacks=[watch])
+        fit(trainer, CTRTask(Alike()), make_batches(2))
+    of_auc = [i for i, one in enumerate(seen) if "AUC may be off by up to 0.5" in str(one.message)]
+    assert len(of_auc) == 1
+    assert of_auc[0] >= watch.before >= 0
+    assert trainer.callback_metrics["val/auc"] == 0.5
 
 
 def test_fit_then_dense_part_and_rows_have_learned(tmp_path):

@@ -1,16 +1,19 @@
-"""How many processes a strategy has that trains on CPUs and says itself how many it needs."""
+"""How many processes a strategy has: as somebody started them, as the trainer was told, as its settings need."""
 
 from __future__ import annotations
 
-import os
+from typing import TYPE_CHECKING
 
 import torch
-from lightning_fabric.plugins.environments.torchelastic import TorchElasticEnvironment
-from pytorch_lightning.strategies import DDPStrategy
+
+from lightning_recsys.launchers import Started, started_processes
+
+if TYPE_CHECKING:
+    from lightning_recsys.strategies.common.base import RecsysStrategy
 
 
-def take_ranks(strategy: DDPStrategy, wanted: int) -> None:
-    """Have so many processes on each node, where neither ``trainer.devices`` nor ``torchrun`` says how many.
+def take_ranks(strategy: RecsysStrategy, wanted: int) -> None:
+    """Have so many processes on each node, where neither ``trainer.devices`` nor torchrun or SLURM says how many.
 
     Args:
         strategy: The strategy, before its ranks are set.
@@ -23,10 +26,11 @@ def take_ranks(strategy: DDPStrategy, wanted: int) -> None:
     if any(device.type != "cpu" for device in devices):
         raise ValueError(f"{type(strategy).__name__} trains in memory, on CPUs: set trainer.accelerator=cpu.")
     if len(devices) == 1:  # also what Lightning makes of devices="auto" on a CPU
-        strategy.parallel_devices = [torch.device("cpu")] * (_started(strategy) or wanted)
+        started = _started(strategy)
+        strategy.parallel_devices = [torch.device("cpu")] * (started.devices if started else wanted)
 
 
-def check_ranks(strategy: DDPStrategy, needed: int, *, settings: str, what: str) -> None:
+def check_ranks(strategy: RecsysStrategy, needed: int, *, settings: str, what: str) -> None:
     """Refuse another number of processes than the settings of the strategy need.
 
     Args:
@@ -39,16 +43,49 @@ def check_ranks(strategy: DDPStrategy, needed: int, *, settings: str, what: str)
         ValueError: a node has more or fewer processes than the settings need.
     """
     started = _started(strategy)
-    have = started or strategy.num_processes
+    have = started.devices if started else strategy.num_processes
     if have != needed:
-        source = f"torchrun --nproc-per-node={have}" if started else f"trainer.devices={have}"
+        source = f"{started.option if started else 'trainer.devices'}={have}"
         raise ValueError(
             f"{settings} needs {needed} processes on each of {strategy.num_nodes} nodes, but there is {source}. Set it"
             f" to {needed}, or change the number of {what} or of nodes (trainer.num_nodes)."
         )
 
 
-def _started(strategy: DDPStrategy) -> int | None:
-    """Processes of this node that ``torchrun`` has started."""
-    by_torchrun = isinstance(strategy.cluster_environment, TorchElasticEnvironment)
-    return int(os.environ["LOCAL_WORLD_SIZE"]) if by_torchrun else None
+def check_started(strategy: RecsysStrategy) -> None:
+    """Refuse processes other than the trainer was told of.
+
+    Args:
+        strategy: The strategy, in one of the processes of the run.
+
+    Raises:
+        ValueError: somebody has started more or fewer, or spread them otherwise over the nodes.
+    """
+    nodes, devices, started = strategy.num_nodes, strategy.num_processes, _started(strategy)
+    if strategy.world_size != nodes * devices or (started is not None and started.devices != devices):
+        told = started.variables if started else f"{strategy.world_size} processes were started"
+        raise ValueError(
+            f"trainer.num_nodes={nodes} and trainer.devices={devices}, but {told}. Set both to what the processes'"
+            " launcher was told; the recipes take auto for it."
+        )
+
+
+def _started(strategy: RecsysStrategy) -> Started | None:
+    """The processes that torchrun or SLURM has started, where this run's are those."""
+    environment = strategy.cluster_environment
+    assert environment is not None
+    by_others = environment.creates_processes_externally and not strategy.launches
+    return started_processes() if by_others else None
+
+
+def check_min_workers(strategy: RecsysStrategy) -> None:
+    """Refuse to keep more workers than there are.
+
+    Raises:
+        ValueError: ``min_workers`` is above the number of workers.
+    """
+    if strategy.min_workers > (workers := strategy.num_nodes * strategy.num_processes):
+        raise ValueError(
+            f"strategy.min_workers={strategy.min_workers}, and the run has {workers} workers (trainer.devices times"
+            f" trainer.num_nodes). Choose at most {workers}, by which none may die."
+        )

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import errno
+import io
 import math
 import os
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -14,12 +17,14 @@ from typing import IO, Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from typing_extensions import Buffer
 
 from lightning_recsys.compression import Compression
 from lightning_recsys.parameter_server.keys import ClientKeys
 from lightning_recsys.parameter_server.own_files import open_own
 from lightning_recsys.partition.parts import Part
-from lightning_recsys.strategies.shadowsync.replica import (
+from lightning_recsys.stores.folders.room import free_bytes, no_room
+from lightning_recsys.strategies.replicas.replica import (
     LINE_BYTES,
     Replica,
     make_state,
@@ -29,8 +34,10 @@ from lightning_recsys.strategies.shadowsync.replica import (
 from lightning_recsys.sync import SyncAlgorithm
 
 FILE = "parts"  # in a group server's folder
+CHANGED = "changed"  # the last change of what the parts read
 REPLICA = "replica"
 MEMORY = "memory"
+UNDO = "undo"
 
 
 @dataclass(frozen=True)
@@ -144,20 +151,10 @@ class GroupParts:
             memory: What is mapped from the folder's memory: tensors that lie there are left out of the file.
 
         Raises:
+            OSError: there is no room; the message says how many bytes are missing.
             TypeError: a module, or an attribute of the optimizer, cannot be pickled.
         """
-        path = folder / f".{FILE}-{os.getpid()}"
-        with os.fdopen(open_own(path), "wb") as file:
-            try:
-                _Pickler(file, memory).dump(self)
-            except (pickle.PicklingError, AttributeError, TypeError) as error:
-                path.unlink()
-                raise TypeError(
-                    "strategy=hierarchical writes the parts of the model and their optimizer to files, by which group"
-                    f" servers get them, and this cannot be written: {error}. Functions and classes must be such as can"
-                    " be imported."
-                ) from error
-        path.rename(folder / FILE)
+        _write(folder / FILE, self, memory)
 
     @classmethod
     def load(cls, folder: Path) -> GroupParts:
@@ -171,15 +168,113 @@ class GroupParts:
         return parts
 
 
+@dataclass(eq=False)
+class Change:
+    """Modules by which a group server is to compute its parts from now on.
+
+    Args:
+        number: Number of the change, from 1; all nets of a group make the same changes, and servers heed the first.
+        modules: The modules, by names of parts. Parameters that servers train, and buffers that stay, have no numbers
+            (``meta``).
+    """
+
+    number: int
+    modules: dict[str, nn.Module]
+
+    @classmethod
+    def of(
+        cls,
+        number: int,
+        modules: Mapping[str, nn.Module],
+        *,
+        buffers: Collection[str],
+        trained: Collection[nn.Parameter],
+    ) -> Change:
+        """A change to these modules, which are copied.
+
+        Args:
+            number: Number of the change.
+            modules: The modules, by names of parts.
+            buffers: Names of the buffers whose numbers go along.
+            trained: Parameters that servers train. The numbers of all others go along.
+        """
+        copies: dict[str, nn.Module] = {}
+        for part, module in modules.items():
+            memo: dict[int, Any] = {}
+            for parameter in module.parameters():
+                on_meta = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+                memo[id(parameter)] = on_meta if parameter in trained else parameter
+            for name, buffer in module.named_buffers():
+                memo[id(buffer)] = buffer if name in buffers else buffer.to("meta")
+            copies[part] = copy.deepcopy(module, memo)
+        return cls(number, copies)
+
+    def save(self, path: Path) -> None:
+        """Write the file that a group server reads.
+
+        Raises:
+            OSError: there is no room; the message says how many bytes are missing.
+            TypeError: a module cannot be pickled.
+        """
+        _write(path, self, None)
+
+    @classmethod
+    def load(cls, path: Path) -> Change:
+        """Read it.
+
+        Raises:
+            PermissionError: the file is not this user's alone.
+        """
+        with os.fdopen(open_own(path), "rb") as file:
+            change: Change = _Unpickler(file, path).load()
+        return change
+
+
 def map_memory(path: Path, num_bytes: int) -> Tensor:
-    """The bytes of a group server's memory, uint8 ``[num_bytes]``; the file is made where it is not there."""
+    """The bytes of a group server's memory, uint8 ``[num_bytes]``, of a file that is so long."""
     return torch.from_file(str(path), shared=True, size=max(num_bytes, 1), dtype=torch.uint8)[:num_bytes]
+
+
+def _write(path: Path, written: object, memory: Tensor | None) -> None:
+    unfinished = path.with_name(f".{path.name}-{os.getpid()}")
+    try:
+        with os.fdopen(open_own(unfinished), "wb") as file:
+            _Pickler(file, memory).dump(written)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        unfinished.unlink()
+        raise TypeError(
+            "strategy=hierarchical writes the parts of the model and their optimizer to files, by which group"
+            f" servers get them, and this cannot be written: {error}. Functions and classes must be such as can"
+            " be imported."
+        ) from error
+    except OSError as error:
+        unfinished.unlink(missing_ok=True)
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        counted = _Counted()
+        _Pickler(counted, memory).dump(written)
+        what, there = f"the file {path.name} of a group server", free_bytes(path.parent)
+        raise no_room(error.errno, what, path.parent, counted.num_bytes, there) from error
+    unfinished.rename(path)
+
+
+class _Counted(io.RawIOBase):
+    """Counts what is written to it, and keeps none of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_bytes = 0
+
+    def write(self, content: Buffer, /) -> int:
+        size = memoryview(content).nbytes
+        self.num_bytes += size
+        return size
 
 
 class _Pickler(pickle.Pickler):
     """Leaves out the numbers of tensors that lie in a memory."""
 
-    def __init__(self, file: IO[bytes], memory: Tensor | None) -> None:
+    def __init__(self, file: IO[bytes] | _Counted, memory: Tensor | None) -> None:
         super().__init__(file, protocol=5)
         self._start = None if memory is None else memory.untyped_storage().data_ptr()
 

@@ -1,13 +1,14 @@
 """The program of a group server: it computes parts of a model for the nets of its group, and trains them.
 
 The replica lies in a file of the server's folder, with the optimizers' states. A server that is killed and started
-again has every update that it had made.
+again has every update that it had made, and nothing of one that it had begun.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import replace
 from functools import partial
@@ -15,19 +16,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lightning_recsys.parameter_server.connections import Peer
+from lightning_recsys.parameter_server.own_files import open_own
 from lightning_recsys.parameter_server.parts.operators import OperatorRequests
 from lightning_recsys.parameter_server.parts.trained_part import TrainedPart
+from lightning_recsys.parameter_server.parts.update_undo import UpdateUndo, changed_by, undo_bytes
 from lightning_recsys.parameter_server.requests.checks import take_arguments, take_plain
 from lightning_recsys.parameter_server.requests.operations import Operations
 from lightning_recsys.parameter_server.server import serve as serve_stores
 from lightning_recsys.parameter_server.wire import Limits, Request
+from lightning_recsys.stores.folders.room import reserve
 from lightning_recsys.strategies.hierarchical.draining import WANTED, GroupState
 from lightning_recsys.strategies.hierarchical.servers.group_parts import (
+    CHANGED,
     FILE,
     MEMORY,
     REPLICA,
+    UNDO,
+    Change,
     GroupMemory,
     GroupParts,
     map_memory,
@@ -70,6 +78,7 @@ class GroupRequests:
         self._folder, self._limits, self._peer = folder, limits, peer  # as given
         self._memory = torch.empty(0, dtype=torch.uint8)  # the parts' numbers, mapped from then on
         self._agent: SyncAgent | None = None  # of the parts, where there are other groups
+        self._num_changes = 0  # of what the parts read, since they came
         self._synchronises = False  # between `begin_sync` and `end_sync`
         self._ending: Future[object] | None = None  # of the last rounds, if they were asked to end
         self._state: GroupState | None = None  # once there are parts
@@ -77,6 +86,7 @@ class GroupRequests:
         self._nets: dict[bytes, tuple[Peer | None, bool]] = {}  # that have looked, by client, and whether they wait
         own = {
             "load_parts": self._load,
+            "change_parts": self._change,
             "read_memory": self._read,
             "begin_sync": self._begin,
             "end_sync": self._end,
@@ -109,18 +119,63 @@ class GroupRequests:
         parts = GroupParts.load(self._folder)
         parts.start_algorithm()
         layout = GroupMemory(parts)
-        new = self._folder / f".{MEMORY}"  # becomes the memory once it is whole
-        new.unlink(missing_ok=True)
+        (self._folder / CHANGED).unlink(missing_ok=True)  # of the parts of before
+        self._num_changes = 0
+        new, records = (
+            self._folder / f".{MEMORY}",
+            self._folder / f".{UNDO}",
+        )  # become what they are once both are whole
+        sizes = [undo_bytes(changed_by(part.optimizer)) for part in parts.parts.values()]
+        _remove(new, records)
+        try:
+            self._set_aside(new, layout.num_bytes, "the parts of a model")
+            self._set_aside(records, sum(sizes), "the undo records of a model's parts")
+        except OSError:
+            _remove(new, records)
+            raise
         layout.fill(layout.views(map_memory(new, layout.num_bytes)), parts)
+        # Records of the parts of before say nothing of the new ones. Killed between the two lines, the server leaves
+        # the old parts, of which nobody trains any: a memory with records of nothing is whole.
+        records.rename(self._folder / UNDO)
         new.rename(self._folder / MEMORY)
         self._serve(parts, layout)
         return layout.num_bytes
+
+    def _set_aside(self, path: Path, num_bytes: int, what: str) -> None:
+        with os.fdopen(open_own(path), "r+b") as file:
+            reserve(file.fileno(), 0, max(num_bytes, 1), what=what, folder=self._folder)
+
+    def _change(self, request: Request) -> object:
+        """Compute the parts by the modules of a net's file from now on, with their numbers as they are.
+
+        The nets of a group make the same changes, and the first that brings one is heeded. The file becomes that of
+        the last change when it is done: the successor of a server that was killed before does it again when it is
+        asked again, and of one that was killed later has it.
+        """
+        number, by = take_arguments(request, number=int, by=int)
+        path = self._folder / f"{CHANGED}-{by}"
+        if number > self._num_changes:
+            if not path.exists():
+                raise KeyError(f"no rank of this machine has written changes to {path}")
+            self._take(Change.load(path), with_buffers=True)
+            path.rename(self._folder / CHANGED)
+        path.unlink(missing_ok=True)
+        return None
+
+    def _take(self, change: Change, *, with_buffers: bool) -> None:
+        for name, module in change.modules.items():
+            self.operators.parts[name].change(module, with_buffers=with_buffers)
+        self._num_changes = change.number
 
     def _restore(self) -> None:
         parts = GroupParts.load(self._folder)
         self._state = GroupState.read(self._folder)
         layout = GroupMemory(parts)
         self._serve(parts, layout)
+        if (self._folder / CHANGED).exists():
+            self._take(
+                Change.load(self._folder / CHANGED), with_buffers=False
+            )  # whose numbers are in the memory, with all that was trained since
         updates = {name: int(part.version) for name, part in self.operators.parts.items()}
         log.warning(
             "Parts are served as the server before left them, after so many updates: %s. Batches whose backward passes"
@@ -146,6 +201,7 @@ class GroupRequests:
             for part in parts.parts.values():
                 if part.optimizer is not None and parameter in part.optimizer.state:
                     part.optimizer.state[parameter][key] = views[name]
+        undos = self._recover(parts, views)  # before anybody reads the numbers
         # A killed server's successor finds the numbers in the memory: they need not lie in two files. This comes before
         # optimizers train the parameters by other names.
         parts.save(self._folder, memory=self._memory)
@@ -157,12 +213,27 @@ class GroupRequests:
             self._state.write(self._folder)
         self.operators.compression = parts.compression
         self.operators.parts = {
-            name: TrainedPart(part.module, part.optimizer, version=views[f"version.{name}"])
+            name: TrainedPart(part.module, part.optimizer, version=views[f"version.{name}"], undo=undos[name])
             for name, part in parts.parts.items()
         }
         # A server that was started anew does not draw the same once more.
         updates = sum(int(part.version) for part in self.operators.parts.values())
         torch.manual_seed((parts.seed + updates) % 2**63)
+
+    def _recover(self, parts: GroupParts, views: Mapping[str, Tensor]) -> dict[str, UpdateUndo]:
+        """Put back what a killed server had changed by updates that do not count; the records for the next ones."""
+        changed = {name: changed_by(part.optimizer) for name, part in parts.parts.items()}
+        sizes = [undo_bytes(tensors) for tensors in changed.values()]
+        self._set_aside(self._folder / UNDO, sum(sizes), "the undo records of a model's parts")
+        memory = map_memory(self._folder / UNDO, sum(sizes))
+        undos = {
+            name: UpdateUndo(tensors, views[f"version.{name}"], piece)
+            for (name, tensors), piece in zip(changed.items(), torch.split(memory, sizes), strict=True)
+        }
+        for name, undo in undos.items():
+            if undo.recover():
+                log.warning("An update of part %s that the server before had begun and not ended was undone.", name)
+        return undos
 
     def _read(self, request: Request) -> object:
         """A piece of the memory, as bytes."""
@@ -254,6 +325,11 @@ class GroupRequests:
         if state != self._state:
             self._state = state
             state.write(self._folder)
+
+
+def _remove(*paths: Path) -> None:
+    for path in paths:
+        path.unlink(missing_ok=True)
 
 
 def _result_behind(first: Future[object], second: Future[object] | None) -> object:

@@ -18,8 +18,8 @@ from lightning_recsys.parameter_server.connect import connect
 from lightning_recsys.stores.interfaces import Stores
 from lightning_recsys.strategies.common.workers.meeting import MEETING_TIME, connect_members
 from lightning_recsys.strategies.hierarchical.servers.group_parts import SyncOrder
-from lightning_recsys.strategies.shadowsync.drivers import ShadowThread
-from lightning_recsys.strategies.shadowsync.rounds import CenterRounds, MeanRounds, Rounds
+from lightning_recsys.strategies.replicas.drivers import ShadowThread
+from lightning_recsys.strategies.replicas.rounds import CenterRounds, MeanRounds, Rounds
 from lightning_recsys.sync import Topology
 
 PATIENCE = timedelta(days=7)  # with groups that are behind in a round; one that ends is noticed at once

@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_recsys.optim.swap import discount_of
+
 LINE_BYTES = 64  # tensors start at cache lines, as torch's own do: some kernels round otherwise where they do not
 
 
@@ -163,7 +165,8 @@ def share_optimizer_state(optimizers: Sequence[Optimizer], *, team_size: int) ->
     """Let all workers of a trainer read and write the first one's optimizer state; all ranks call this together.
 
     torch's optimizers make their state at their first step. Here it is made before, so that there is something to
-    share. From then on ``step`` counts the updates of all workers. State that is no tensor stays each worker's own.
+    share. From then on ``step`` counts the updates of all workers, and so do the periods of SWAP, at whose ends one
+    worker discounts what all accumulate. State that is no tensor stays each worker's own.
 
     Raises:
         TypeError: an optimizer's state cannot be made before its first step.
@@ -177,6 +180,10 @@ def share_optimizer_state(optimizers: Sequence[Optimizer], *, team_size: int) ->
         for name in sorted(state)
         if isinstance(state[name], Tensor)
     }
+    for i, optimizer in enumerate(optimizers if team_size > 1 else ()):
+        if (discount := discount_of(optimizer)) is not None:
+            counts = discount.share(optimizer)
+            owners |= {f"{i}.{name}": (counts, name) for name in counts}
     if owners and team_size > 1:
         shared = share({key: state[name] for key, (state, name) in owners.items()}, team_size=team_size)
         for key, (state, name) in owners.items():
@@ -225,7 +232,7 @@ def _initial_states(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) ->
     torch's optimizers have a method for it, which ``step`` calls first of all. Where there is none, or where it leaves
     the state to the step, as SGD's does, a step with zero gradients and no decay makes it, and step counts are zeroed.
     """
-    twin, copies = _twin(optimizer, parameters)
+    twin, copies = twin_of(optimizer, parameters)
     for one in copies:
         one.grad = torch.zeros_like(one)
     if callable(method := getattr(twin, "_init_group", None)):
@@ -251,7 +258,7 @@ def _trains_alike(optimizer: Optimizer, group: dict[str, Any], fresh: Sequence[n
     grads = [torch.randn(parameter.shape, generator=generator).to(parameter) for _ in range(2)]
     states: list[dict[str, Any]] = [{}, copy.deepcopy(optimizer.state[parameter])]
     for state in states:
-        twin, (tried,) = _twin(optimizer, [parameter])
+        twin, (tried,) = twin_of(optimizer, [parameter])
         if state:
             twin.state[tried] = state
         for grad in grads:
@@ -263,7 +270,7 @@ def _trains_alike(optimizer: Optimizer, group: dict[str, Any], fresh: Sequence[n
     return torch.allclose(without, with_state, rtol=1e-5, atol=1e-7)
 
 
-def _twin(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> tuple[Any, list[nn.Parameter]]:
+def twin_of(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> tuple[Any, list[nn.Parameter]]:
     """An optimizer with the same settings over copies of some parameters, without state, hooks or schedulers."""
     copies = {x: nn.Parameter(x.detach().clone()) for x in parameters}
     groups = [

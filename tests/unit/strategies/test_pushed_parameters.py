@@ -12,9 +12,9 @@ from pytorch_lightning.plugins.precision import MixedPrecision, Precision
 from torch import nn
 
 from lightning_recsys.optim.swap import swap
-from lightning_recsys.strategies.async_ps.dense_part import (
+from lightning_recsys.strategies.async_ps.pushed_parameters import (
     STORE,
-    ServedDensePart,
+    PushedParameters,
     ServedStep,
     refuse_gradient_scaler,
 )
@@ -64,7 +64,7 @@ def test_dense_part_when_served_then_trains_as_with_torchs_optimizer(servers, ru
     expected, served = (two_groups(model, RULES[rule]) for model in models)
     steps = []
     served.register_step_post_hook(lambda *_: steps.append(1))
-    dense = ServedDensePart([served], len(servers))
+    dense = PushedParameters([served], len(servers))
     dense.create(servers, IDENTITY)
     schedules = [torch.optim.lr_scheduler.StepLR(x, 3, gamma=0.5) for x in (expected, served)]
     stand_in = ServedStep(served, dense)
@@ -91,7 +91,7 @@ def test_swap_when_parameters_rest_and_the_run_is_resumed_then_equals_torchs_opt
     """Each step trains a part of the parameters; some lie on a server that is not pushed to at every step."""
     models, random = [make_model(), make_model()], torch.Generator().manual_seed(1)
     expected, served = (RULES[rule](model.parameters()) for model in models)
-    dense = ServedDensePart([served], len(servers))
+    dense = PushedParameters([served], len(servers))
     dense.create(servers, IDENTITY)
     for step in range(20):
         if step == 9:  # another run goes on, with an optimizer that was saved and loaded
@@ -99,7 +99,7 @@ def test_swap_when_parameters_rest_and_the_run_is_resumed_then_equals_torchs_opt
             kept, saved = dense.kept(), copy.deepcopy(served.state_dict())
             served = RULES[rule](models[1].parameters())
             served.load_state_dict(saved)
-            dense = ServedDensePart([served], len(servers))
+            dense = PushedParameters([served], len(servers))
             dense.create(servers, IDENTITY, kept)
             dense.pull()
         trained = torch.rand(4, generator=random) < 0.3
@@ -119,7 +119,7 @@ def test_swap_when_parameters_rest_and_the_run_is_resumed_then_equals_torchs_opt
 def test_swap_when_two_workers_push_then_the_period_ends_by_the_pushes_of_both(servers):
     models = [make_model(), make_model()]
     optimizers = [RULES["adagrad_swap"](model.parameters()) for model in models]
-    parts = [ServedDensePart([optimizer], len(servers)) for optimizer in optimizers]
+    parts = [PushedParameters([optimizer], len(servers)) for optimizer in optimizers]
     parts[0].create(servers, IDENTITY)
     parts[1].open(servers)
     for worker in (0, 1, 1, 0, 0):
@@ -135,7 +135,7 @@ def test_swap_when_two_workers_push_then_the_period_ends_by_the_pushes_of_both(s
 def test_swap_when_two_optimizers_train_then_each_counts_its_own_steps(servers):
     models = [make_model(), make_model()]
     expected, served = ([RULES["adagrad_swap"](x.parameters()) for x in (model[0], model[2])] for model in models)
-    dense = ServedDensePart(served, len(servers))
+    dense = PushedParameters(served, len(servers))
     dense.create(servers, IDENTITY)
     for step in range(8):
         for part in (0, 1) if step % 2 else (1,):  # the second makes twice as many steps
@@ -161,7 +161,7 @@ def test_dense_part_when_it_starts_from_a_trained_optimizer_then_goes_on_from_it
     twin = copy.deepcopy(model)
     served = RULES[rule](twin.parameters())
     served.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    dense = ServedDensePart([served], len(servers))
+    dense = PushedParameters([served], len(servers))
     dense.create(servers, IDENTITY)
     for _ in range(3):
         optimizer.step(partial(closure, model, optimizer, rows))
@@ -178,7 +178,7 @@ def test_adam_when_a_parameter_never_had_a_gradient_then_the_others_keep_their_s
     for _ in range(3):
         optimizer.step(partial(closure, model, optimizer, rows))
     expected = copy.deepcopy(optimizer.state_dict()["state"])
-    dense = ServedDensePart([optimizer])
+    dense = PushedParameters([optimizer])
     dense.create(servers, IDENTITY)
     dense.pull_state(optimizer)
     kept = optimizer.state_dict()["state"]
@@ -191,7 +191,7 @@ def test_adam_when_a_parameter_never_had_a_gradient_then_the_others_keep_their_s
 def test_two_workers_when_they_push_then_both_have_every_update(servers):
     models = [make_model(), make_model()]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
-    parts = [ServedDensePart([optimizer]) for optimizer in optimizers]
+    parts = [PushedParameters([optimizer]) for optimizer in optimizers]
     parts[0].create(servers, IDENTITY)
     parts[1].open(servers)
     before = nn.utils.parameters_to_vector(models[0].parameters()).detach().clone()
@@ -207,7 +207,7 @@ def test_two_workers_when_they_push_then_both_have_every_update(servers):
 def test_store_when_an_earlier_run_left_one_then_replaced(servers):
     servers[0].create_dense_store(f"{STORE}-0", torch.ones(3))
     model = make_model()
-    dense = ServedDensePart([torch.optim.SGD(model.parameters(), lr=0.1)])
+    dense = PushedParameters([torch.optim.SGD(model.parameters(), lr=0.1)])
     dense.create(servers, IDENTITY)
     assert servers[0].dense_store(f"{STORE}-0").parts == (600, 20, 20, 1)
 
@@ -216,7 +216,7 @@ def test_parameter_when_frozen_or_without_gradient_then_stays_as_it_is(servers):
     model = make_model()
     model[0].requires_grad_(False)
     before = copy.deepcopy(model)
-    dense = ServedDensePart([optimizer := torch.optim.SGD(model.parameters(), lr=0.1)])
+    dense = PushedParameters([optimizer := torch.optim.SGD(model.parameters(), lr=0.1)])
     dense.create(servers, IDENTITY)
     model[2].bias.grad = torch.ones(1)
     dense.step(optimizer, lambda: None)
@@ -238,19 +238,19 @@ def test_optimizer_when_servers_have_no_such_rule_then_refused_by_name(make, nam
     with pytest.raises(
         TypeError, match=f"strategy=async_ps trains the dense part where it is stored.* got {name}.*Choose one of these"
     ):
-        ServedDensePart([make(make_model().parameters())])
+        PushedParameters([make(make_model().parameters())])
 
 
 def test_optimizer_when_a_hook_wants_to_change_its_state_then_refused_by_name():
     optimizer = swap(make_model().parameters(), partial(torch.optim.Adagrad, lr=0.1), period=3, discount=0.5)
     optimizer.register_step_pre_hook(lambda *_: None)
     with pytest.raises(TypeError, match=r"hooks before the steps of Adagrad \(.*\) would find.*SWAP's own is taken"):
-        ServedDensePart([optimizer])
+        PushedParameters([optimizer])
 
 
 def test_parameters_when_dealt_over_servers_then_each_is_whole_and_the_loads_are_alike(servers):
     model = make_model()
-    dense = ServedDensePart([torch.optim.SGD(model.parameters(), lr=0.1)], 2)
+    dense = PushedParameters([torch.optim.SGD(model.parameters(), lr=0.1)], 2)
     dense.create(servers, IDENTITY)
     parts = [server.dense_store(f"{STORE}-{number}").parts for number, server in enumerate(servers)]
     assert parts == [(600,), (20, 20, 1)]
@@ -263,7 +263,7 @@ def test_versions_when_workers_push_in_turns_then_are_counted_by_parameter_and_k
     """One worker pulls, the other pushes three times, the first pushes: its gradient is four updates old."""
     models = [make_model(), make_model()]
     optimizers = [torch.optim.SGD(model.parameters(), lr=1.0) for model in models]
-    parts = [ServedDensePart([optimizer]) for optimizer in optimizers]
+    parts = [PushedParameters([optimizer]) for optimizer in optimizers]
     parts[0].create(servers, StalenessNormalization("linear"))
     parts[1].open(servers)
     for part in parts:
@@ -288,7 +288,7 @@ def test_versions_when_workers_push_in_turns_then_are_counted_by_parameter_and_k
     ]  # weight and bias of the first layer, then of the second
     assert parts[0].observed.counts == {3: 2, 4: 2}
     assert parts[1].observed.counts == {1: 2 + 4 + 4}
-    again = ServedDensePart([optimizers[0]])
+    again = PushedParameters([optimizers[0]])
     again.create(servers, IDENTITY, parts[0].kept())
     assert [x.version for x in again.kept()] == [3, 3, 4, 4]
 
@@ -298,14 +298,14 @@ def test_changes_when_the_run_goes_on_then_stale_gradients_count_as_they_would_h
     by_change = StalenessNormalization("linear", sensitivity=2.0)
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    dense = ServedDensePart([optimizer])
+    dense = PushedParameters([optimizer])
     dense.create(servers, by_change)
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, 3.0)
     dense.step(optimizer, lambda: None)
     kept = dense.kept()
     assert [x.change for x in kept] == pytest.approx([3.0] * 4)
-    again = ServedDensePart([optimizer])
+    again = PushedParameters([optimizer])
     again.create(servers, by_change, kept)
     assert again.kept() == kept
 
@@ -318,7 +318,7 @@ def test_schedule_when_it_moves_betas_then_refused_by_name_and_without_them_trai
         torch.optim.lr_scheduler.OneCycleLR(x, max_lr=0.1, total_steps=6, cycle_momentum=momentum)
         for x in (expected, served)
     ]
-    dense = ServedDensePart([served], len(servers))
+    dense = PushedParameters([served], len(servers))
     dense.create(servers, IDENTITY)
     rows = torch.randn(6, 30)
 
@@ -342,7 +342,7 @@ def test_schedule_when_it_moves_betas_then_refused_by_name_and_without_them_trai
 def test_optimizer_when_it_loads_a_state_in_the_midst_then_pushes_have_its_new_learning_rate(servers):
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    dense = ServedDensePart([optimizer])
+    dense = PushedParameters([optimizer])
     dense.create(servers, IDENTITY)
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     optimizer.param_groups[0]["lr"] = 0.5
@@ -357,7 +357,7 @@ def test_parameter_when_in_two_optimizers_then_refused_by_name():
     optimizers = [torch.optim.SGD(x.parameters(), lr=0.1) for x in (model, model[2])]
     names = {parameter: name for name, parameter in model.named_parameters()}
     with pytest.raises(ValueError, match=r"2\.weight is in optimizer 0 of .* again in optimizer 1"):
-        ServedDensePart(optimizers, names=names)
+        PushedParameters(optimizers, names=names)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -366,7 +366,7 @@ def test_parameter_when_not_float32_then_refused_by_name(dtype):
     model[2].to(dtype)
     names = {parameter: name for name, parameter in model.named_parameters()}
     with pytest.raises(TypeError, match=rf"in float32, and 2\.weight is {dtype}\. Use trainer\.precision=32-true"):
-        ServedDensePart([torch.optim.SGD(model.parameters(), lr=0.1)], names=names)
+        PushedParameters([torch.optim.SGD(model.parameters(), lr=0.1)], names=names)
 
 
 @pytest.mark.parametrize("frozen", [True, False])
@@ -376,7 +376,7 @@ def test_gradient_when_of_a_parameter_on_no_server_then_refused_by_name_with_sev
         model.register_parameter("late", nn.Parameter(torch.ones(3), requires_grad=not frozen))
         optimizer = torch.optim.SGD(model.parameters() if frozen else model[0].parameters(), lr=0.1)
         names = {parameter: name for name, parameter in model.named_parameters()}
-        dense = ServedDensePart([optimizer], num_workers=num_workers, names=names)
+        dense = PushedParameters([optimizer], num_workers=num_workers, names=names)
         dense.create(servers, IDENTITY)
         if frozen:
             model.late.requires_grad_(True)
@@ -397,7 +397,7 @@ def test_sparse_gradient_when_pushed_then_trains_as_torchs_does(servers):
     models = [nn.Embedding(5, 3), nn.Embedding(5, 3, sparse=True)]
     models[1].load_state_dict(models[0].state_dict())
     expected, served = (torch.optim.Adagrad(model.parameters(), lr=0.1) for model in models)
-    dense = ServedDensePart([served])
+    dense = PushedParameters([served])
     dense.create(servers, IDENTITY)
     for ids in ([1, 1, 4], [4, 0, 1]):
         for model, optimizer in zip(models, (expected, partial(dense.step, served)), strict=True):
@@ -411,7 +411,7 @@ def test_sparse_gradient_when_pushed_then_trains_as_torchs_does(servers):
 def test_pull_when_gradients_are_accumulated_then_they_keep_the_version_that_they_were_computed_at(servers):
     models = [make_model(), make_model()]
     optimizers = [torch.optim.SGD(model.parameters(), lr=1.0) for model in models]
-    parts = [ServedDensePart([optimizer]) for optimizer in optimizers]
+    parts = [PushedParameters([optimizer]) for optimizer in optimizers]
     parts[0].create(servers, IDENTITY)
     parts[1].open(servers)
     for part in parts:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from typing import Any, NamedTuple
 
 import torch
@@ -14,8 +13,9 @@ from pytorch_lightning.plugins.precision import Precision
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_recsys.optim import RowAdagrad, RowAdam, RowOptimizer, RowSGD, RowSWAP
+from lightning_recsys.optim import RowOptimizer, RowSWAP
 from lightning_recsys.optim.swap import GROUP_PERIOD, GROUP_STEP, PERIOD, discount_of, discount_state_
+from lightning_recsys.optim.torch_rules import UNKNOWN_SETTINGS, row_rule_of, unknown_settings
 from lightning_recsys.stores.dense_store import STEP
 from lightning_recsys.stores.interfaces import DenseStore, Stores
 from lightning_recsys.stores.versions import CHANGE, VERSION, StalenessHistogram
@@ -65,7 +65,7 @@ class ServedParameters:
 
         Args:
             server: The server on which the store is made.
-            normalization: How much of a stale gradient counts.
+            normalization: The rule for how much of a stale gradient counts.
             kept: State of parameters whose training goes on; the optimizer's own steps, where it counts them, go first.
         """
         with suppress(KeyError):
@@ -85,8 +85,7 @@ class ServedParameters:
         if self._has_changes:
             self.store.write(CHANGE, torch.tensor([before.change for before in known]))
         if (discount := discount_of(self._optimizer)) is not None:
-            step, period = discount.position(self._optimizer, self._group)
-            self.store.write(STEP, torch.tensor([step]))
+            _, period = discount.position(self._optimizer, self._group)
             self.store.write(PERIOD, torch.full((len(self._parts),), float(period)))
 
     def open(self, server: Stores) -> None:
@@ -97,23 +96,30 @@ class ServedParameters:
         """Let the server have this worker's parameters; the optimizer state and versions there stay."""
         self.store.assign(_joined(self.parameters))
 
-    def push(self, step: int) -> None:
+    @property
+    def has_gradients(self) -> bool:
+        """Whether there is something to push."""
+        return any(x.grad is not None for x in self.parameters)
+
+    def push(self, step: int | None = None) -> Callable[[], int]:
         """Send the gradients, with the versions that they were computed at, and let go of them.
 
         Args:
-            step: The number of this push among those of all workers, as far as this one knows.
+            step: The number of this push among those of all workers; ``None`` lets the store count it.
+
+        Returns:
+            Waits for the number of the push, and returns it.
 
         Raises:
             ValueError: more than the learning rate has changed since the store was made.
         """
         trained_P = torch.tensor([x.grad is not None for x in self.parameters])
-        if not trained_P.any():
-            return
         grads = [torch.zeros_like(x) if x.grad is None else x.grad for x in self.parameters]
         for parameter in self.parameters:
             parameter.grad = None
         marks = None if trained_P.all() else trained_P
-        self.store.push_gradient(_joined(grads), lr=self._lr(), versions=self._versions_P, trained=marks, step=step)
+        options: dict[str, Any] = {"versions": self._versions_P, "trained": marks, "step": step}
+        return self.store.push_gradient(_joined(grads), lr=self._lr(), **options)
 
     @property
     def _group(self) -> dict[str, Any]:
@@ -131,33 +137,36 @@ class ServedParameters:
             )
         return float(group["lr"])
 
-    def begin_pull(self) -> Callable[[], int]:
-        """Ask for what the server has, own updates included; returns what waits for it, takes it and tells the step.
+    def begin_pull(self) -> Callable[[], None]:
+        """Ask for what the server has, own updates included; returns what waits for it and takes it.
 
         A parameter that has a gradient already, as in the midst of an accumulation, keeps the version that this was
         computed at: the gradient is as stale as the oldest of its summands.
         """
         answer = self.store.begin_versioned_pull()
 
-        def take() -> int:
-            values_N, versions_P, step = answer()
+        def take() -> None:
+            values_N, versions_P = answer()
             if self._versions_P is not None:
                 waiting_P = torch.tensor([x.grad is not None for x in self.parameters])
                 versions_P = torch.where(waiting_P, self._versions_P, versions_P)
             self._versions_P = versions_P
             for parameter, part in zip(self.parameters, torch.split(values_N, self._parts), strict=True):
                 parameter.data.copy_(part.view(parameter.shape))
-            return step
 
         return take
 
-    def pull_state(self, step: int) -> None:
+    def pull_state(self, period: int | None) -> None:
         """Put the server's optimizer state into the optimizer, as if it had made all the updates itself.
 
         Args:
-            step: Pushes of all workers so far.
+            period: SWAP's present period, up to which torch's optimizer has discounted all of its state, and a server
+                that of the parameters which it has trained since; ``None`` without SWAP.
         """
-        versions, factors = self.store.read(VERSION).tolist(), self._catch_up(step)
+        versions = self.store.read(VERSION).tolist()
+        factors = torch.ones(len(versions))
+        if isinstance(self._rule, RowSWAP) and period is not None:
+            factors = self._rule.factors(self.store.read(PERIOD), period)
         stored = {key: torch.split(self.store.read(key), self._parts) for key in self._state_names}
         for number, (parameter, version) in enumerate(zip(self.parameters, versions, strict=True)):
             if not version:  # the optimizer has no state of what it never trained
@@ -168,17 +177,6 @@ class ServedParameters:
                 discount_state_(self._rule.inner, rows, factors[number : number + 1], lr=1.0)
             there = {key: value.view(parameter.shape).to(parameter.device) for key, value in own.items()}
             self._optimizer.state[parameter] |= there | {"step": torch.tensor(float(version))}
-
-    def _catch_up(self, step: int) -> Tensor:
-        """What stays of each parameter's state, which a server discounts when it trains it next.
-
-        torch's optimizer has discounted all of its state, up to the period that its group has.
-        """
-        if not isinstance(self._rule, RowSWAP):
-            return torch.ones(len(self._parts))
-        current = self._rule.periods.at(step)
-        self._group[GROUP_STEP], self._group[GROUP_PERIOD] = step, current
-        return self._rule.factors(self.store.read(PERIOD), current)
 
     def kept(self) -> dict[nn.Parameter, Kept]:
         """What a checkpoint has of each parameter beside the optimizer's state; for the worker that made the store."""
@@ -191,7 +189,7 @@ class ServedParameters:
         return [name for name in self._rule.initial_state(torch.zeros(1, 1)) if name != PERIOD]
 
 
-class ServedDensePart:
+class PushedParameters:
     """All that the optimizers of a run train, on servers.
 
     Parameters are dealt out whole, the largest first, each to the server with the fewest elements so far.
@@ -217,7 +215,6 @@ class ServedDensePart:
     ) -> None:
         self._optimizers = list(optimizers)
         self._num_workers, self._names = num_workers, names or {}
-        self._steps = dict.fromkeys(optimizers, 0)  # of each, of all workers, as far as a pull has told
         self._served: list[tuple[int, Optimizer, ServedParameters]] = []  # with the number of the server
         # What requires a gradient now; a single worker may thaw or add others, which it trains itself.
         self._parameters = [x for optimizer in optimizers for group in optimizer.param_groups for x in _trained(group)]
@@ -264,12 +261,17 @@ class ServedDensePart:
 
         Args:
             servers: The servers, as many as the class was told.
-            normalization: How much of a stale gradient counts.
+            normalization: The rule for how much of a stale gradient counts.
             kept: State that :meth:`kept` returned, where training goes on.
         """
         known = dict(zip(self._parameters, kept, strict=True)) if len(kept) == len(self._parameters) else {}
         for server, _, served in self._served:
             served.create(servers[server], normalization, known)
+        for optimizer in self._optimizers:
+            discount, parts = discount_of(optimizer), self._of(optimizer)
+            if discount is not None and parts:
+                step = max(discount.position(optimizer, group)[0] for group in optimizer.param_groups)
+                parts[0].store.write(STEP, torch.tensor([step]))
 
     def open(self, servers: Sequence[Stores]) -> None:
         """Find the stores that another worker made."""
@@ -286,12 +288,26 @@ class ServedDensePart:
                 optimizer's learning rate has changed.
         """
         output = closure()
-        for served in self._of(optimizer):
-            served.push(self._steps[optimizer] + 1)
+        self._push(optimizer)
         self._refuse_unserved(optimizer)
         optimizer.step()
         self._pull([optimizer])
         return output
+
+    def _push(self, optimizer: Optimizer) -> None:
+        """Send the gradients of an optimizer; its first store counts the push, of all workers, and tells the number.
+
+        Only a period that is a number of pushes depends on that number: where there is none, nobody waits for it. A
+        worker that dies behind the first store has made a push that counts, and the other stores lack its gradients.
+        """
+        discount, parts = discount_of(optimizer), self._of(optimizer)
+        waits = discount is not None and discount.periods.period is not None
+        number: Callable[[], int] | None = None
+        for served in parts:
+            if number is None and (discount is not None or served.has_gradients):
+                number = served.push()
+            elif number is not None and served.has_gradients:
+                served.push(number() if waits else 0)
 
     def _refuse_unserved(self, optimizer: Optimizer) -> None:
         """The optimizer would train them in this worker alone, and every worker its own."""
@@ -316,9 +332,9 @@ class ServedDensePart:
         self._pull(self._optimizers)
 
     def _pull(self, optimizers: Sequence[Optimizer]) -> None:
-        asked = [(owner, served.begin_pull()) for _, owner, served in self._served if owner in optimizers]
-        for owner, take in asked:  # all are asked before one is waited for
-            self._steps[owner] = max(self._steps[owner], take())
+        asked = [served.begin_pull() for _, owner, served in self._served if owner in optimizers]
+        for take in asked:  # all are asked before one is waited for
+            take()
 
     def assign(self) -> None:
         """Let the servers have this worker's parameters; the optimizer state there stays."""
@@ -327,10 +343,14 @@ class ServedDensePart:
 
     def pull_state(self, optimizer: Optimizer) -> None:
         """Take an optimizer's state from the servers, for a checkpoint."""
-        parts = self._of(optimizer)
-        step = self._steps[optimizer] = max((self._steps[optimizer], *(int(x.store.read(STEP)) for x in parts)))
+        discount, parts, period = discount_of(optimizer), self._of(optimizer), None
+        if discount is not None and parts:
+            step = int(parts[0].store.read(STEP))
+            period = discount.periods.at(step)
+            for group in optimizer.param_groups:
+                group[GROUP_STEP], group[GROUP_PERIOD] = step, period
         for served in parts:
-            served.pull_state(step)
+            served.pull_state(period)
 
     def kept(self) -> list[Kept]:
         """What a checkpoint has of each parameter, in the optimizers' order; for the worker that made the stores."""
@@ -354,7 +374,7 @@ class ServedDensePart:
 class ServedStep:
     """Stands in for an optimizer during one step, so that Lightning's closure and hooks run as they always do."""
 
-    def __init__(self, optimizer: Optimizer, dense: ServedDensePart) -> None:
+    def __init__(self, optimizer: Optimizer, dense: PushedParameters) -> None:
         self._optimizer, self._dense = optimizer, dense
 
     def step(self, closure: Callable[[], Any]) -> Any:
@@ -397,34 +417,15 @@ def dense_rule(optimizer: Optimizer, group: dict[str, Any]) -> RowOptimizer:
             f" {type(optimizer).__name__} (register_step_pre_hook) would find neither gradients nor state. Leave them"
             " out (SWAP's own is taken), or use strategy=shadowsync, whose workers step themselves."
         )
-    found = _RULES.get(type(optimizer))
-    extras = ("momentum", "decoupled_weight_decay", "lr_decay", "amsgrad", "maximize")
-    used = {name: group[name] for name in extras if group.get(name)}
-    if found is None or used:
-        options = "".join(f", {name}={value}" for name, value in used.items())
+    rule = row_rule_of(optimizer, group, lr=1.0)
+    if rule is None:
+        options = "".join(f", {name}={value}" for name, value in unknown_settings(group).items())
         raise TypeError(
             f"strategy=async_ps trains the dense part where it is stored, by torch.optim.SGD, Adagrad or Adam without"
-            f" {', '.join(extras)}; got {type(optimizer).__name__}(lr={group['lr']}{options}). Choose one of these, or"
-            " strategy=shadowsync, whose workers train the dense part with any optimizer."
+            f" {', '.join(UNKNOWN_SETTINGS)}; got {type(optimizer).__name__}(lr={group['lr']}{options}). Choose one of"
+            " these, or strategy=shadowsync, whose workers train the dense part with any optimizer."
         )
-    rule = found(group)
-    if discount is None:
-        return rule
-    return RowSWAP(inner=rule, discount=discount.discount, **asdict(discount.periods))
-
-
-_RULES: dict[type[Optimizer], Callable[[dict[str, Any]], RowOptimizer]] = {
-    torch.optim.SGD: lambda group: RowSGD(1.0, weight_decay=group["weight_decay"]),
-    torch.optim.Adagrad: lambda group: RowAdagrad(
-        1.0,
-        eps=group["eps"],
-        initial_accumulator=group["initial_accumulator_value"],
-        weight_decay=group["weight_decay"],
-    ),
-    torch.optim.Adam: lambda group: RowAdam(
-        1.0, group["betas"][0], group["betas"][1], group["eps"], weight_decay=group["weight_decay"]
-    ),
-}
+    return rule
 
 
 def _trained(group: dict[str, Any]) -> Iterator[nn.Parameter]:

@@ -10,7 +10,7 @@ from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from lightning_recsys.runtime import configure_worker
-from lightning_recsys.strategies.shadowsync.rounds import Rounds
+from lightning_recsys.strategies.replicas.rounds import Rounds
 from lightning_recsys.sync import RoundSchedule, ShadowPace
 
 STAND_IN_PAUSE = 0.01  # seconds between two rounds of one who waits: those who wait with it would make no pause either

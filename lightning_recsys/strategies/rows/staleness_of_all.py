@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -61,3 +62,33 @@ class StalenessOfAll:
         for seen in (own, self._others.get(name, StalenessHistogram())):
             found.update(seen)
         return found
+
+
+_BINS = (("1", 1), ("2_to_9", 9), ("10_to_99", 99), ("100_to_999", 999), ("from_1000", None))
+
+
+def shares(histograms: Mapping[str, StalenessHistogram]) -> dict[str, Any]:
+    """Histograms as telemetry has them, each with what part of its observations lies in each of five bins.
+
+    >>> import torch
+    >>> seen = StalenessHistogram()
+    >>> seen.add(torch.tensor([[1, 6], [12, 3], [2000, 1]]))
+    >>> told = shares({"staleness": seen, "staleness/rows": StalenessHistogram()})
+    >>> told.pop("staleness") is seen, told
+    (True, {'staleness/share_1': 0.6, 'staleness/share_2_to_9': 0.0, 'staleness/share_10_to_99': 0.3, \
+'staleness/share_100_to_999': 0.0, 'staleness/share_from_1000': 0.1})
+    """
+    told: dict[str, Any] = {}
+    for name, seen in histograms.items():
+        if len(seen):
+            told |= {name: seen} | {f"{name}/share_{bin_}": share for bin_, share in _shares(seen).items()}
+    return told
+
+
+def _shares(seen: StalenessHistogram) -> dict[str, float]:
+    found, lowest = {}, 1
+    for name, highest in _BINS:
+        inside = (n for x, n in seen.counts.items() if x >= lowest and (highest is None or x <= highest))
+        found[name] = sum(inside) / max(len(seen), 1)
+        lowest = (highest or 0) + 1
+    return found

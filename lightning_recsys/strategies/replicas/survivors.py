@@ -15,7 +15,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from lightning_recsys.parameter_server.waiting import turns
 from lightning_recsys.strategies.common.workers.meeting import LOOPBACK, connect_members
-from lightning_recsys.strategies.shadowsync.rounds import MeanRounds
+from lightning_recsys.strategies.replicas.rounds import MeanRounds
 from lightning_recsys.sync import Decision, Report, SyncAlgorithm, decide
 
 GENERATION = "generation"  # the key of the number of the generation that is under way

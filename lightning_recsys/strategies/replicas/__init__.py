@@ -1,0 +1,1 @@
+"""Dense replicas, and the rounds that keep them together: for trainers and for groups."""

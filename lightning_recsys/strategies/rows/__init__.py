@@ -1,0 +1,1 @@
+"""Where the embedding rows of a run live: one of the three parts of a strategy."""
