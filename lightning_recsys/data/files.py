@@ -50,14 +50,20 @@ class InputFile:
     @classmethod
     def of(cls, path: Path) -> InputFile:
         """Look at a file."""
-        stored, member = _parts(path)
+        stored, _ = _parts(path)
         size = stored.stat().st_size
         digest = hashlib.blake2b(digest_size=16)
         with stored.open("rb") as file:
             digest.update(file.read(_FINGERPRINT_BYTES))
             file.seek(max(size - _FINGERPRINT_BYTES, 0))
             digest.update(file.read(_FINGERPRINT_BYTES))
-        return cls(str(path), size if member is None else members(stored)[member], digest.hexdigest())
+        return cls(str(path), stored_bytes(path), digest.hexdigest())
+
+
+def stored_bytes(path: Path) -> int:
+    """The size of a file as it is stored; of a file in an archive, its size there."""
+    stored, member = _parts(path)
+    return stored.stat().st_size if member is None else members(stored)[member]
 
 
 def file_identities(paths: Iterable[Path]) -> list[Any]:
@@ -73,22 +79,23 @@ def find_files(patterns: str | Path | Sequence[str | Path], *, name: str = "raw"
     """The files that paths, folders, glob patterns and archives name: in the order given, each one's matches sorted.
 
     Args:
-        patterns: A path, a glob pattern (``day_*.gz``), a folder or an archive (all files in it, but for those whose
-            names start with a dot or an underscore), or files of an archive (``clicks.zip/day_*.csv``); or a list of
-            those.
+        patterns: A path, a glob pattern (``day_*.gz``), a folder or an archive (all files in it and in its subfolders,
+            but for those whose names, or whose subfolder's, start with a dot or an underscore; ``folder/*`` is the
+            same), or files of an archive (``clicks.zip/day_*.csv``); or a list of those.
         name: What to call the option in an error message.
         root: The folder in which relative paths start.
 
     Raises:
         FileNotFoundError: nothing matches a pattern.
-        ValueError: nothing was named, or a file is named twice, or an archive is damaged or holds another archive.
+        ValueError: nothing was named, or a file is named twice, or an archive is damaged or holds another archive, or a
+            folder holds what is no file.
     """
     found: list[Path] = []
     for pattern in [patterns] if isinstance(patterns, str | os.PathLike) else patterns:
         path = root / Path(pattern).expanduser()
-        matches = [path] if path.exists() else sorted(map(Path, glob.glob(str(path), recursive=True)))
-        matches = [match for match in matches if match.is_file()] or matches  # folders where there is nothing else
-        files = [file for match in matches for file in _files_at(match)] or _matching_members(path)
+        matches = [path] if path.exists() else _matches(path)
+        # A pattern may match a folder and what is in it.
+        files = list(dict.fromkeys(file for match in matches for file in _files_at(match))) or _matching_members(path)
         if inner := [file for file in files if _has_files(file.name) and stored_file(file) != file]:
             raise ValueError(
                 f"{name}: {inner[0]} is an archive inside an archive, which is not looked into. Unpack "
@@ -319,13 +326,38 @@ def _has_files(name: str) -> bool:
     return name.lower().endswith(_ZIP + _TAR)
 
 
-def _files_at(path: Path) -> list[Path]:
+def _matches(pattern: Path) -> list[Path]:
+    """What a pattern matches, without folders that programs leave and what is in them, unless the pattern names such.
+
+    ``*`` and ``**`` ask for what is in a folder, as naming the folder does; a file that matches anything else
+    (``*.csv``) is asked for by its name, and stays.
+    """
+    first = next((place for place, part in enumerate(pattern.parts) if glob.has_magic(part)), len(pattern.parts))
+    found = sorted(map(Path, glob.glob(str(pattern), recursive=True)))
+    if any(part.startswith(_HIDDEN) for part in pattern.parts[first:]):
+        return found
+    by_name = pattern.name not in ("*", "**")
+
+    def is_wanted(match: Path) -> bool:
+        parts = match.parts[first:]
+        judged = parts[:-1] if by_name and match.is_file() else parts
+        return not any(part.startswith(_HIDDEN) for part in judged)
+
+    return [match for match in found if is_wanted(match)]
+
+
+def _files_at(path: Path, around: tuple[Path, ...] = ()) -> list[Path]:
+    """A file, or all files in an archive or folder; ``around`` are the folders that it was found in."""
     if is_archive(path):
         return [path / member for member in members(path)]
-    if not path.is_dir():
+    if path.is_file():
         return [path]
-    inside = sorted(x for x in path.iterdir() if x.is_file() and not x.name.startswith(_HIDDEN))
-    return [file for x in inside for file in _files_at(x)]
+    folder = path.resolve() if path.is_dir() else None  # which a link to itself is not, and has no end
+    if folder is None or folder in around:
+        what = "is no file, or a link that leads nowhere" if folder is None else "leads back to a folder that it is in"
+        raise ValueError(f"{path} {what}. Folders are read whole: remove it, or name the other files one by one.")
+    inside = sorted(x for x in path.iterdir() if not x.name.startswith(_HIDDEN))
+    return [file for x in inside for file in _files_at(x, (*around, folder))]
 
 
 def _matching_members(path: Path) -> list[Path]:

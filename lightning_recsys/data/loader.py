@@ -284,7 +284,7 @@ class BatchLoader:
 
     @property
     def num_shares(self) -> int:
-        """How many ranks share the rows."""
+        """The number of ranks that share the rows."""
         return self._request.world_size
 
     @property
@@ -351,7 +351,7 @@ class BatchLoader:
 
     @property
     def sampler(self) -> BatchLoader | SequentialSampler:
-        """What Lightning calls ``set_epoch`` on, and recognises an unshuffled loader by."""
+        """The object that Lightning calls ``set_epoch`` on, and by which it recognises an unshuffled loader."""
         return self if self._shuffled else SequentialSampler(range(len(self._source)))
 
     def set_epoch(self, epoch: int) -> None:

@@ -81,7 +81,7 @@ class CTRDataModule(pl.LightningDataModule, ABC):
 
     @property
     def model_arguments(self) -> dict[str, Any]:
-        """What a model for these data must know of them."""
+        """The arguments that a model for these data needs."""
         return {"num_dense": self.num_dense, "fields": self.fields}
 
     def select_fields(self, names: Sequence[str] | None) -> None:
@@ -101,7 +101,7 @@ class CTRDataModule(pl.LightningDataModule, ABC):
 
     @property
     def best_normalized_entropy(self) -> float | None:
-        """What no model can score below, where that is known."""
+        """The lowest normalized entropy that any model can reach, where that is known."""
         return None
 
     def has(self, split: Split) -> bool:

@@ -33,7 +33,7 @@ from lightning_recsys.data.raw import TabularFormat
 from lightning_recsys.data.raw.columns import OnBadRow, SkippedRows
 from lightning_recsys.data.tables.schema import Schema
 
-_VERSION = 6  # of what a schema makes of a file: another one where ids, numbers or splits come out otherwise
+_VERSION = 7  # of what a schema makes of a file: another one where ids, numbers or splits come out otherwise
 _ALL = 1 << 31  # values of the vocabularies; more do not fit into their tables
 _PATIENCE = 2.0  # seconds until a progress bar is shown
 
@@ -58,7 +58,8 @@ class TabularDataModule(PreparedReader):
         root: Where the schema's relative paths start; the schema file's own folder if absent, else the current one.
         batch_size: Number of rows in the batch of one rank.
         on_bad_row: ``error`` stops at the first row that does not fit the schema, and says where it is; ``skip`` leaves
-            such rows out, counts them in :attr:`skipped_rows` and logs what was wrong.
+            such rows out, counts them in :attr:`skipped_rows` and logs what was wrong. What became of all rows of each
+            file stands in :attr:`rows_read`.
         checksums: MD5 sums by file name, as a publisher states them: a file of that name with another sum is refused
             when it is prepared.
         cache: Folder for prepared rows; ``None`` for ``~/.cache/lightning_recsys`` (or below ``$XDG_CACHE_HOME``).
@@ -108,6 +109,7 @@ class TabularDataModule(PreparedReader):
         self._on_bad_row: OnBadRow = on_bad_row
         self._checksums = dict(checksums or {})
         self.skipped_rows: dict[str, int] = {}
+        self.rows_read: dict[str, dict[str, int]] = {}  # by file: rows = used + skipped + comments
         self._encoding: Encoding | None = None  # that of a checkpoint, or what was learned, once it is asked for
         self._given = False  # whether it is that of a checkpoint: nothing is learned then
         self._folders: dict[Split, tuple[Path, Manifest]] = {}  # by the split whose files they were made from
@@ -194,7 +196,7 @@ class TabularDataModule(PreparedReader):
         return found
 
     def predicted_rows(self, column: str | None = None) -> Iterator[pa.Array]:
-        """What tells apart the rows that are predicted, in their order and some at a time.
+        """The identifiers of the rows that are predicted, in their order and some at a time.
 
         Args:
             column: A column of their files, as strings; ``None`` for the number of each row in its file, from 1.
@@ -222,7 +224,7 @@ class TabularDataModule(PreparedReader):
         return self._folders[origin]
 
     def state_dict(self) -> dict[str, Any]:
-        """What was learned from the training rows, and the position in them."""
+        """The vocabularies and statistics of the training rows, and the position in them."""
         if self._encoding is None and "train" not in self._folders:
             return {}
         features = describe_features(self.schema)
@@ -247,7 +249,7 @@ class TabularDataModule(PreparedReader):
 
     @property
     def encoding(self) -> Encoding:
-        """What was learned from the training rows, which are prepared for it unless a checkpoint has told it."""
+        """Vocabularies and statistics of the training rows, which are prepared first unless a checkpoint had them."""
         if self._encoding is None:
             self._encoding = Encoding.load(self.schema, *self.folder("train"))
         return self._encoding
@@ -301,6 +303,7 @@ class TabularDataModule(PreparedReader):
         if given is None:
             self._check_labels(manifest)
         self._folders[origin], self._leases[origin] = (root, manifest), lease
+        self.rows_read |= manifest.details["rows"]
         for path, skipped in manifest.details["skipped"].items():
             rows = SkippedRows(**skipped)
             self.skipped_rows[path] = rows.bad

@@ -115,6 +115,17 @@ def test_auc_on_random_scores_then_it_is_scikit_learns_within_the_error_bound(me
         assert bound < 2e-4  # what docs/metrics.md promises for a usual spread
 
 
+@pytest.mark.parametrize("mean", [0.0, -3.0, -18.0, -30.0])
+@pytest.mark.parametrize("spread", [0.3, 3.0])
+@pytest.mark.parametrize("rate", [0.2, 0.002])
+def test_auc_when_logits_are_far_from_zero_then_it_is_scikit_learns_within_1e_4(mean, spread, rate):
+    score = torch.randn(20_000)
+    logits, target = mean + spread * score, torch.zeros(20_000)
+    target[(score + torch.randn(20_000)).topk(round(20_000 * rate)).indices] = 1
+    exact = roc_auc_score(target.numpy(), logits.numpy())
+    assert updated(StreamingAUROC(from_logits=True), logits, target).compute().item() == pytest.approx(exact, abs=1e-4)
+
+
 def test_auc_with_few_bins_then_the_error_bound_still_holds_and_is_not_idle():
     logits, target = clicks(mean=-2.0)
     metric = updated(StreamingAUROC(8, from_logits=True), logits, target)

@@ -33,7 +33,7 @@ _WHOLE_NUMBER = r"^(0|-?[1-9]\d{0,17})$"  # as integers of 64 bits are written
 
 @dataclass(frozen=True)
 class Interactions:
-    """Who took what.
+    """Interactions of users with items.
 
     Args:
         users: The user of each interaction, int64 ``[E]``, numbered from 0.

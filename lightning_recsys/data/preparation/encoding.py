@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import torch
 import yaml  # type: ignore[import-untyped]
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_recsys.data.preparation.vocabulary import vocabulary_file
 from lightning_recsys.data.prepared.manifest import Manifest
+from lightning_recsys.data.raw.kernels import KeyTable, hash_values
+from lightning_recsys.data.tables.earlier_words import present_words
 from lightning_recsys.data.tables.features import Categorical, MultiValued
 from lightning_recsys.data.tables.schema import FEATURES, Schema, feature_name
 
@@ -25,6 +30,9 @@ FIRST_ID = 2
 MISSING_ID = 1
 """Id of a missing value, where there is a vocabulary; it is 0 where values are hashed."""
 
+FORMAT = 2
+"""Of the words in vocabularies: another one where :mod:`lightning_recsys.data.tables.words` calls a value otherwise."""
+
 
 class Encoding:
     """Vocabularies of the categorical features, mean and deviation of the dense ones.
@@ -33,12 +41,18 @@ class Encoding:
         schema: Names the features, and which of them have vocabularies.
         vocabularies: The values of all features that are not hashed, by name: arrow strings, the most frequent first.
         statistics: Mean and standard deviation of each numeric feature after its transform, by name.
+        words_format: The format of the words: :data:`FORMAT`, or an earlier one of a checkpoint.
     """
 
     def __init__(
-        self, schema: Schema, *, vocabularies: Mapping[str, pa.Array], statistics: Mapping[str, tuple[float, float]]
+        self,
+        schema: Schema,
+        *,
+        vocabularies: Mapping[str, pa.Array],
+        statistics: Mapping[str, tuple[float, float]],
+        words_format: int = FORMAT,
     ) -> None:
-        self._schema = schema
+        self._schema, self._format = schema, words_format
         self.vocabularies = dict(vocabularies)
         self.statistics = dict(statistics)
 
@@ -84,22 +98,62 @@ class Encoding:
             digest.update(f"{name} {len(values)} ".encode())
             for tensor in _as_tensors(values).values():
                 digest.update(tensor.numpy().tobytes())
+        for name in sorted(self._renamed):
+            digest.update(f"format {self._format} of {name} ".encode())
         return digest.hexdigest()
+
+    def place_earlier(self, name: str, hashes: NDArray[np.uint64], places: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The places of values in a vocabulary, where some were not found because it has their earlier names.
+
+        Args:
+            name: Name of the feature in batches.
+            hashes: The hashes of the values' words.
+            places: Their places from 1 on, 0 where a word is not in the vocabulary.
+        """
+        if places.all() or (renamed := self._renamed.get(name)) is None:
+            return places
+        table, earlier = renamed
+        found: NDArray[np.int64] = np.where(places, places, earlier[table.ids(hashes)])
+        return found
+
+    @cached_property
+    def _renamed(self) -> dict[str, tuple[KeyTable, NDArray[np.int64]]]:
+        """By feature the words that have other names now: those, and their places, behind one for what is unknown.
+
+        Earlier names go on to count: a text that looks like a decimal, say, is called what it was.
+        """
+        found: dict[str, tuple[KeyTable, NDArray[np.int64]]] = {}
+        for name, values in self.vocabularies.items() if self._format < FORMAT else ():
+            if getattr(embedded(self._schema)[name], "ngrams", None) is not None:
+                continue  # pieces of texts
+            words = present_words(values)
+            changed = np.flatnonzero(np.asarray(pc.not_equal(words, values)))
+            if len(changed):
+                table = KeyTable(hash_values(words.take(pa.array(changed)).cast(pa.binary())))
+                found[feature_name(name)] = table, np.append(0, changed + 1)
+        return found
 
     def state_dict(self) -> dict[str, Any]:
         """Everything learned, in tensors and numbers."""
         return {
+            "format": self._format,
             "vocabularies": {name: _as_tensors(values) for name, values in self.vocabularies.items()},
             "statistics": {name: list(numbers) for name, numbers in self.statistics.items()},
         }
 
     @classmethod
     def from_state_dict(cls, schema: Schema, state: Mapping[str, Any]) -> Encoding:
-        """What :meth:`state_dict` came from.
+        """What :meth:`state_dict` came from; one of an earlier version has no format.
 
         Raises:
-            ValueError: it was learned for other columns, or for these in another order.
+            ValueError: it was learned for other columns, or for these in another order, or by a later version.
         """
+        words_format = state.get("format", 1)
+        if words_format > FORMAT:
+            raise ValueError(
+                f"the checkpoint has vocabularies of format {words_format}, which a later version of lightning_recsys "
+                f"has written; this one reads formats up to {FORMAT}. Use that version."
+            )
         wanted = [name for name, feature in embedded(schema).items() if not feature.hash_buckets]
         for kind, names in (("vocabularies", wanted), ("statistics", list(schema.numeric))):
             saved = list(state[kind])
@@ -115,7 +169,7 @@ class Encoding:
                 )
         vocabularies = {name: _from_tensors(saved) for name, saved in state["vocabularies"].items()}
         statistics = {name: (mean, std) for name, (mean, std) in state["statistics"].items()}
-        return cls(schema, vocabularies=vocabularies, statistics=statistics)
+        return cls(schema, vocabularies=vocabularies, statistics=statistics, words_format=words_format)
 
 
 def embedded(schema: Schema) -> dict[str, Categorical | MultiValued]:

@@ -32,7 +32,7 @@ from lightning_recsys.data.preparation.splits import SPLITS, SplitRule
 from lightning_recsys.data.preparation.vocabulary import load_table, vocabulary_file
 from lightning_recsys.data.prepared.manifest import MANIFEST, Feature, Manifest, write_atomically
 from lightning_recsys.data.raw import Block, Position, RawColumns, RawFormat
-from lightning_recsys.data.raw.columns import OnBadRow
+from lightning_recsys.data.raw.columns import OnBadRow, SkippedRows
 from lightning_recsys.data.raw.kernels import KeyTable
 
 BLOCK_BYTES = 4 << 20
@@ -259,6 +259,11 @@ class Preparation:
         return features
 
     def _manifest(self, learned: Learned, records: Records, features: Mapping[str, Feature]) -> Manifest:
+        read = records.rows()
+        for file in self._source.files:
+            path = Path(file.path)
+            read.setdefault(path, SkippedRows()).comments += self._format.num_comments(path)
+        read |= self._format.side_rows()
         return Manifest(
             dense=self._rules.dense_names(self._format),
             features=features,
@@ -272,9 +277,8 @@ class Preparation:
                     "raised": learned.raised,
                 },
                 "statistics": records.statistics(),
-                "skipped": {
-                    str(path): asdict(rows) for path, rows in (records.skipped() | dict(self._format.skipped())).items()
-                },
+                "rows": {str(path): rows.account for path, rows in read.items()},
+                "skipped": {str(path): asdict(rows) for path, rows in read.items() if rows.bad},
                 "versions": {
                     "lightning_recsys": __version__,
                     "python": platform.python_version(),

@@ -125,7 +125,7 @@ class ColumnRules(ABC):
 
 @dataclass(frozen=True)
 class Preprocessing(ColumnRules):
-    r"""What happens to the columns.
+    r"""The transforms of the columns.
 
     Args:
         dense: ``log``: :math:`\ln(\max(x, 0) + 1)`, a missing x is 0. ``log_shift``: :math:`\ln(x - m + 2)` with m the

@@ -20,6 +20,7 @@ from lightning_recsys.data.raw import RawColumns, RawFormat, TabularFormat
 from lightning_recsys.data.raw.kernels import KeyTable, hash_values
 from lightning_recsys.data.tables.features import Categorical, Dense, MultiValued
 from lightning_recsys.data.tables.schema import Schema, feature_name
+from lightning_recsys.data.tables.words import TRUTHS, truths_as_numbers
 
 _ROUNDING = 1e-12  # of a mean: a deviation below that is none
 
@@ -117,16 +118,33 @@ class SchemaRules(ColumnRules):
 
     def look_up(self, name: str, values: pa.DictionaryArray, table: KeyTable | None, raw_format: RawFormat) -> Ids:
         """See the base class."""
-        hashes = hash_values(values.dictionary)
         if table is None:  # the ids from 1 on; a value has the same one in every process and for ever
+            hashes = hash_values(truths_as_numbers(values.dictionary))
             ids = (hashes % np.uint64(self.num_hashed(raw_format)[name] - 1)).astype(np.int64) + 1
             missing = 0
         else:
-            places = table.ids(hashes).astype(np.int64)  # from 1 on, 0 where unknown
+            hashes = hash_values(values.dictionary)
+            places = _place_truths(hashes, table.ids(hashes).astype(np.int64), table)  # from 1 on, 0 where unknown
+            places = places if self.given is None else self.given.place_earlier(name, hashes, places)
             ids, missing = np.where(places, places - 1 + FIRST_ID, 0), MISSING_ID
         codes = values.indices.fill_null(len(ids)).to_numpy()
         found: Ids = np.append(ids, missing)[codes]
         return found
+
+
+def _place_truths(hashes: NDArray[np.uint64], places: NDArray[np.int64], table: KeyTable) -> NDArray[np.int64]:
+    """The places of values, where true and false that are written as no training row had them are those that it had.
+
+    A truth is 1 in a column of numbers, ``True`` in a file of pandas, and a truth in Parquet and JSON.
+    """
+    if places.all():
+        return places
+    for words in TRUTHS:
+        same = hash_values(pa.array(words, pa.string()).cast(pa.binary()))
+        known = table.ids(same)
+        if known.any():
+            places = np.where((places == 0) & np.isin(hashes, same), known[known > 0][0], places)
+    return places
 
 
 def _schema(raw_format: RawFormat) -> Schema:

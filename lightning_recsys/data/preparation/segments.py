@@ -124,13 +124,13 @@ class Records:
             nested[kind][column] = count
         return nested
 
-    def skipped(self) -> dict[Path, SkippedRows]:
-        """The rows that were skipped, by raw file."""
+    def rows(self) -> dict[Path, SkippedRows]:
+        """The rows that were read, good and bad, by raw file."""
         files: dict[Path, SkippedRows] = {}
         for record in self:
             path = Path(record["file"])
             files[path] = files.get(path, SkippedRows()).merge(SkippedRows(**record["skipped"]))
-        return {path: rows for path, rows in files.items() if rows.bad}
+        return files
 
     def _load(self) -> Iterator[dict[str, Any]]:
         number = 0

@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Progress:
-    """How far the work is.
+    """The progress of the work.
 
     Args:
         phase: ``survey`` while all rows are read to know how they are split, where that is needed; ``learn`` while the

@@ -33,7 +33,7 @@ class SplitRule(ABC):
         return []
 
     def options(self) -> dict[str, object]:
-        """What the rule was told, for the manifest."""
+        """The arguments of the rule, for the manifest."""
         return {"by": self.by, **asdict(self)}  # type: ignore[call-overload]
 
     def check(self, raw_format: RawFormat) -> None:  # noqa: B027 - most rules fit all formats

@@ -75,7 +75,7 @@ class Manifest:
         return {name: feature.num_embeddings for name, feature in self.features.items()}
 
     def layout_digest(self, split: str) -> str:
-        """Of what makes two folders have the same rows in the same order, but for their values: 16 characters.
+        """A digest, 16 characters: equal for folders with the same rows in the same order, whatever their values are.
 
         Files that the same rows were written to by other versions of a library have it in common.
         """

@@ -211,7 +211,7 @@ class PreparedDataModule(PreparedReader):
         return describe_encoding(self.root, self.manifest)
 
     def state_dict(self) -> dict[str, Any]:
-        """How the rows are encoded, and the position in the training rows."""
+        """The encoding of the rows, and the position in the training rows."""
         return {"encoding": self._encoding, **super().state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -21,16 +21,17 @@ from lightning_recsys.data.tables.columns import (
     GROUPED_BY_DOTS,
     as_categories,
     date_numbers,
-    float_words,
     parse_numbers,
     parse_times,
     plain_numbers,
+    split_lists,
 )
 from lightning_recsys.data.tables.features import LARGEST, Input, MultiValued, TimeUnit, Vector
 from lightning_recsys.data.tables.label import LabelRule
 from lightning_recsys.data.tables.schema import Schema
 from lightning_recsys.data.tables.schema_parts import TableFormat
 from lightning_recsys.data.tables.sniffing import is_number
+from lightning_recsys.data.tables.words import as_words, float_words
 
 Numbers: TypeAlias = NDArray[np.float64]
 Column: TypeAlias = Numbers | pa.DictionaryArray | pa.StringArray | Bags
@@ -93,13 +94,6 @@ def concatenate(parts: Sequence[Column]) -> Column:
     return pa.chunked_array(parts).unify_dictionaries().combine_chunks()
 
 
-def as_words(values: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Values as strings, where they are none: numbers as they are written in a category of their own kind."""
-    if _is_string(values.type):
-        return values
-    return float_words(values) if pa.types.is_floating(values.type) else pc.cast(values, pa.string())
-
-
 def as_bags(column: pa.Array | pa.ChunkedArray, *, strip: bool, missing: Sequence[str]) -> Bags:
     """From lists of strings; missing and empty items are dropped, and a missing list is an empty bag.
 
@@ -150,6 +144,8 @@ class _Parser:
     def label(self, rule: LabelRule, *, strip: str) -> Numbers:
         column = self.categories
         words = pc.utf8_trim(column.dictionary, strip) if strip else column.dictionary
+        if pa.types.is_boolean(self.values.type) and not rule.compares_numbers:
+            words = pc.if_else(pc.equal(words, "1"), "true", "false")  # as such rules call them
         labels: Numbers = np.append(rule.apply(words), np.nan)[_codes(column)]  # the last is for a missing label
         self._flag(np.isnan(labels), f"the label {rule.expected}")
         return labels
@@ -244,7 +240,8 @@ class _Parser:
     def text(self) -> pa.StringArray:
         """Strings as they stand in the file, but for white space around them; null where a Parquet file has none."""
         with self._fitting():
-            words = pc.cast(as_words(self.values), pa.string())
+            floats = pa.types.is_floating(self.values.type)
+            words = float_words(self.values) if floats else pc.cast(self.values, pa.string())
         return one_chunk(pc.utf8_trim_whitespace(words) if self.table.strip else words)
 
     def bags(self, feature: MultiValued) -> Bags:
@@ -258,7 +255,7 @@ class _Parser:
         if feature.ngrams is not None:
             distinct = ngram_bags(column.dictionary, feature.ngrams, sizes=feature.sizes, limit=feature.limit)
         else:
-            distinct = as_bags(pc.split_pattern(column.dictionary, feature.separator), strip=strip, missing=missing)
+            distinct = as_bags(split_lists(column.dictionary, feature.separator), strip=strip, missing=missing)
         return distinct.take(column.indices.fill_null(-1).to_numpy().astype(np.int64))
 
     def vectors(self, width: int) -> Numbers:
@@ -344,7 +341,3 @@ def _too_large(numbers: Numbers) -> NDArray[np.bool_]:
 
 def _is_list(kind: pa.DataType) -> bool:
     return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
-
-
-def _is_string(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_string(kind) or (pa.types.is_dictionary(kind) and pa.types.is_string(kind.value_type)))

@@ -53,15 +53,27 @@ class SkippedRows:
     Args:
         good: Good rows.
         examples: For each kind of mistake the first line that has it, and how many do.
+        comments: Lines above the rows that were left out: comments, titles, what the schema's ``skip_lines`` counts.
     """
 
     good: int = 0
     examples: dict[str, tuple[str, int]] = field(default_factory=dict)
+    comments: int = 0
 
     @property
     def bad(self) -> int:
         """Bad rows."""
         return sum(count for _, count in self.examples.values())
+
+    @property
+    def account(self) -> dict[str, int]:
+        """The rows of the file (all lines that are neither empty nor the header), and what became of them.
+
+        >>> SkippedRows(7, {"click: must be 0 or 1": ("row 3 ...", 2)}, comments=1).account
+        {'rows': 10, 'used': 7, 'skipped': 2, 'comments': 1}
+        """
+        rows = self.good + self.bad + self.comments
+        return {"rows": rows, "used": self.good, "skipped": self.bad, "comments": self.comments}
 
     def add(self, path: Path, good: int, bad: Sequence[BadLine], *, on_bad_row: OnBadRow) -> None:
         """Count some rows of the file.
@@ -83,7 +95,7 @@ class SkippedRows:
         for kind, (example, count) in other.examples.items():
             first, before = examples.get(kind, (example, 0))
             examples[kind] = first, before + count
-        return SkippedRows(self.good + other.good, examples)
+        return SkippedRows(self.good + other.good, examples, self.comments + other.comments)
 
     def check(self, path: Path) -> None:
         """Raise ``ValueError`` if the file has no rows, or no good ones."""
@@ -223,7 +235,7 @@ class RawColumns:
 
 
 class RawFormat(ABC):
-    """How to read a raw file. A subclass says what its rows have.
+    """A way to read a raw file. A subclass says which columns its rows have.
 
     Attributes:
         name: Name of the format, as manifests have it.
@@ -269,12 +281,16 @@ class RawFormat(ABC):
         """Files that are read beside the raw ones."""
         return ()
 
-    def skipped(self) -> Mapping[Path, SkippedRows]:
-        """The bad rows of those files."""
+    def side_rows(self) -> Mapping[Path, SkippedRows]:
+        """The good and bad rows of those files."""
         return {}
 
+    def num_comments(self, path: Path) -> int:
+        """Number of lines of a file that are left out because the format calls them comments; not a header."""
+        return 0
+
     def options(self) -> dict[str, object]:
-        """What the format was told, for the manifest."""
+        """The arguments of the format, for the manifest."""
         return {"name": self.name}
 
 

@@ -12,10 +12,10 @@ from lightning_recsys.data.raw.cleaning import Column, Numbers
 from lightning_recsys.data.tables.columns import fixed_time
 from lightning_recsys.data.tables.features import Categorical, Dense, Input
 from lightning_recsys.data.tables.schema import Schema
+from lightning_recsys.data.tables.words import BETWEEN, truths_as_numbers
 
 _HOUR, _DAY = 3600, 86400
 _FIRST_WEEKDAY = 3  # 1970 began on a Thursday; Monday is 0
-_BETWEEN = "\x1f"  # what a cross has between its values
 
 
 def derive(columns: Mapping[Input, Column], schema: Schema) -> dict[str, Column]:
@@ -65,7 +65,11 @@ def _category(columns: Mapping[Input, Column], feature: Categorical, name: str) 
 
 
 def _cross(parts: list[pa.DictionaryArray]) -> pa.DictionaryArray:
-    """What the values of some features are together; missing where all of them are."""
+    """What the values of some features are together; missing where all of them are.
+
+    True and false are 1 and 0 in it, whichever way they are written.
+    """
+    parts = [_with_numbers_for_truths(part) for part in parts]
     words = [pa.concat_arrays([part.dictionary, pa.array([""], pa.string())]) for part in parts]  # the last: missing
     codes = [part.indices.fill_null(len(part.dictionary)).to_numpy().astype(np.int64) for part in parts]
     group = codes[0]
@@ -73,7 +77,12 @@ def _cross(parts: list[pa.DictionaryArray]) -> pa.DictionaryArray:
         _, group = np.unique(group * len(word) + code, return_inverse=True)  # numbered anew, so that it stays small
     _, rows = np.unique(group, return_index=True)  # one of each group
     values = pc.binary_join_element_wise(
-        *(word.take(pa.array(code[rows])) for word, code in zip(words, codes, strict=True)), _BETWEEN
+        *(word.take(pa.array(code[rows])) for word, code in zip(words, codes, strict=True)), BETWEEN
     )
     missing = np.all([code == len(part.dictionary) for part, code in zip(parts, codes, strict=True)], axis=0)
     return pa.DictionaryArray.from_arrays(pa.array(group.astype(np.int32), mask=missing), values)
+
+
+def _with_numbers_for_truths(part: pa.DictionaryArray) -> pa.DictionaryArray:
+    merged = truths_as_numbers(part.dictionary).dictionary_encode()
+    return pa.DictionaryArray.from_arrays(merged.indices.take(part.indices), merged.dictionary)

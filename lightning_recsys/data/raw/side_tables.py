@@ -142,7 +142,7 @@ class SideTables:
 
     def _read(self, join: Join, path: Path, header: Header, columns: list[str]) -> SideTable:
         file = TableFile(path, join.table, header, self._schema, columns=[join.key, *columns], keys=[join.key])
-        parts, skipped = [], SkippedRows()
+        parts, skipped = [], SkippedRows(comments=file.num_comments)
         for block in file.blocks():
             part, rows_N, bad = file.rows(block)
             skipped.add(path, len(rows_N), bad, on_bad_row=self._on_bad_row)

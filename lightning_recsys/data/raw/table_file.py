@@ -72,6 +72,11 @@ class TableFile:
         uses = {name: {source.parse for source, _ in schema.inputs() if source.column == name} for name in columns}
         self._plain = [name for name, parses in uses.items() if parses and parses <= _NUMERIC]
 
+    @property
+    def num_comments(self) -> int:
+        """Number of lines above the header and the rows that are left out."""
+        return len(self._header.left_out)
+
     # --- from the file to blocks -------------------------------------------------------------------------------------
 
     def blocks(self, *, block_bytes: int = BLOCK_BYTES, position: Position = Position()) -> Iterator[Block]:  # noqa: B008

@@ -118,7 +118,7 @@ class TabularFormat(RawFormat):
         return list(found)
 
     def format_of(self, path: Path) -> TableFormat:
-        """How a file of rows is written, however its path is spelt; as those of training, if no split names it.
+        """The format of a file of rows, however its path is spelt; that of the training rows, if no split names it.
 
         Raises:
             ValueError: no split names it, and the files of training are written in several ways.
@@ -143,9 +143,13 @@ class TabularFormat(RawFormat):
         """See the base class."""
         return self._sides.paths
 
-    def skipped(self) -> Mapping[Path, SkippedRows]:
+    def side_rows(self) -> Mapping[Path, SkippedRows]:
         """See the base class."""
-        return {side.path: side.skipped for side in self._sides.tables if side.skipped.bad}
+        return {side.path: side.skipped for side in self._sides.tables}
+
+    def num_comments(self, path: Path) -> int:
+        """See the base class."""
+        return self._known_file(path).num_comments
 
     def check_read(self) -> None:
         """Raise ``ValueError`` if no row of a file refers to any row of some side table."""

@@ -15,9 +15,9 @@ from lightning_recsys.data.files import ByteSource
 
 
 class Position(NamedTuple):
-    """Where in a file reading goes on.
+    """The place in a file where reading goes on.
 
-    Args:
+    Attributes:
         offset: What is before it, in a unit of the format's own: bytes of uncompressed text, say.
         line: Number of the line that starts there, from 1.
         row: Number of the row that starts there, from 1, in formats where not every line is a row.

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import json
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Literal
 
 import numpy as np
@@ -12,6 +15,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from lightning_recsys.data.tables.schema_parts import TableFormat
+from lightning_recsys.data.tables.words import tidy_words
 
 _YEAR_FIRST = r"(?P<y1>\d{4})[-/](?P<m1>\d\d?)[-/](?P<d1>\d\d?)"
 _DOTS = r"(?P<d2>\d\d?)\.(?P<m2>\d\d?)\.(?P<y2>\d{4})"
@@ -23,7 +27,9 @@ _CLOCK = (
     r"(?:[ T]+(?P<hour>\d\d?):(?P<minute>\d\d)(?::(?P<second>\d\d)(?:\.\d+)?)?(?: ?(?P<half>[AaPp])[Mm])?"
     r"(?: ?(?:Z|UTC|(?P<sign>[+-])(?P<hours>\d\d):?(?P<minutes>\d\d)))?)?"
 )
-_WHOLE = r"^([+-]?\d+)\.0$"
+_LISTED = r"^\s*(?:\[[^\x00]*\]|\(\s*['\"][^\x00]*['\"]\s*,?\s*\))\s*$"  # in brackets; those of tuples with quotes
+_ITEM = re.compile(r"""('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")|([^\s,'"][^,]*)""")
+_NO_ITEM = ("None", "null", "nan", "NaN")
 GROUPED_BY_DOTS = r"^[+-]?[1-9]\d{0,2}(\.\d{3})+$"  # a fraction, unless dots stand between thousands
 NUMBER = r"^[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$"
 
@@ -31,8 +37,7 @@ NUMBER = r"^[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$"
 def as_categories(column: pa.ChunkedArray, *, strip: bool, missing: Sequence[str]) -> pa.DictionaryArray:
     """Strings or dictionary-encoded strings, trimmed of white space, each distinct one once; null where missing.
 
-    Whole numbers are written without a fraction: ``3.0``, as pandas writes a column of numbers of which some are
-    missing, is the ``3`` of another file.
+    They are tidied by :func:`~lightning_recsys.data.tables.words.tidy_words`.
 
     >>> column = as_categories(pa.chunked_array([["a ", "?", "b", "a"]]), strip=True, missing=["?"])
     >>> column.indices.to_pylist(), column.dictionary.to_pylist()
@@ -45,12 +50,67 @@ def as_categories(column: pa.ChunkedArray, *, strip: bool, missing: Sequence[str
         return pa.DictionaryArray.from_arrays(pa.array([], pa.int32()), pa.array([], pa.string()))
     raw = column.chunk(0).dictionary.cast(pa.string())
     indices = pa.concat_arrays([chunk.indices for chunk in column.chunks]).cast(pa.int32())
-    tidy = pc.utf8_trim_whitespace(raw) if strip else raw
-    tidy = pc.if_else(pc.is_in(tidy, value_set=pa.array(missing, pa.string())), pa.scalar(None, pa.string()), tidy)
-    if pc.any(pc.ends_with(tidy, ".0")).as_py():  # the pattern is dear, and few columns have such words
-        tidy = pc.replace_substring_regex(tidy, pattern=_WHOLE, replacement=r"\1")
-    merged = tidy.dictionary_encode()
+    merged = tidy_words(raw, strip=strip, missing=missing).dictionary_encode()
     return pa.DictionaryArray.from_arrays(merged.indices.take(indices), merged.dictionary)
+
+
+def split_lists(texts: pa.StringArray, separator: str) -> pa.ListArray:
+    """The items of texts that hold lists: between separators, or as Python, pandas, NumPy and JSON write a list.
+
+    Of the latter, brackets and quotes are no part of an item, a separator in quotes is, and what stands for no item
+    without quotes (``None``, ``nan``) is none. Without quotes and the separator, commas part items. Brackets around
+    each item belong to the items, and so do those around a single word, unless commas or spaces are the separator.
+
+    >>> split_lists(pa.array(["a|b", "['a', 'b|c', None]", '["d"]', "[1, 2]", None]), "|").to_pylist()
+    [['a', 'b'], ['a', 'b|c'], ['d'], ['1', ' 2'], None]
+    >>> split_lists(pa.array(["[a]|[b]", "[a]", "['[a]', 'b']"]), "|").to_pylist()
+    [['[a]', '[b]'], ['[a]'], ['[a]', 'b']]
+    """
+    lists = pc.split_pattern(texts, separator)
+    written = are_lists(texts)
+    if not pc.any(written).as_py():
+        return lists
+    items = pa.array([_items(text, separator) for text in texts.filter(written).to_pylist()], pa.list_(pa.string()))
+    places = np.arange(len(texts))
+    places[np.asarray(written)] = len(texts) + np.arange(len(items))
+    return pa.concat_arrays([lists, items]).take(pa.array(places))
+
+
+def are_lists(texts: pa.StringArray) -> pa.BooleanArray:
+    """Which texts are one list in brackets each: within it such brackets stand in quotes only.
+
+    >>> are_lists(pa.array(["[a, b]", "['a]', 'b']", "('a', 'b')", "[a]|[b]", "(a)", None])).to_pylist()
+    [True, True, True, False, False, False]
+    """
+    listed = pc.fill_null(pc.match_substring_regex(texts, _LISTED), False)
+    if not pc.any(listed).as_py():
+        return listed
+    whole = [_is_one_list(text.strip()) for text in texts.filter(listed).to_pylist()]
+    return pc.replace_with_mask(listed, listed, pa.array(whole))
+
+
+def _is_one_list(text: str) -> bool:
+    plain = "".join(item for _, item in _ITEM.findall(text[1:-1]))
+    return text[0] not in plain and text[-1] not in plain
+
+
+def _items(text: str, separator: str) -> list[str]:
+    """The items of a list in brackets."""
+    inner = text.strip()[1:-1]
+    if not re.search(r"(^|[\s,])['\"]", inner):
+        items = inner.split(separator if separator in inner else ",")
+        is_word = len(items) == 1 and bool(inner.strip()) and not re.fullmatch(NUMBER, inner.strip())
+        return [text] if is_word and separator not in (",", " ") else items
+    found = [_unquoted(quoted) if quoted else plain.strip() for quoted, plain in _ITEM.findall(inner)]
+    return [item for item in found if item not in _NO_ITEM]
+
+
+def _unquoted(item: str) -> str:
+    """An item without its quotes, and without backslashes, as JSON or else Python reads it."""
+    for read in (json.loads, ast.literal_eval) if "\\" in item else ():
+        with suppress(ValueError, SyntaxError):
+            return str(read(item))
+    return item[1:-1]
 
 
 def parse_numbers(strings: pa.Array | pa.ChunkedArray) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
@@ -85,20 +145,6 @@ def plain_numbers(strings: pa.ChunkedArray, table: TableFormat) -> pa.ChunkedArr
     if table.decimal != ".":
         strings = pc.replace_substring(strings, pattern=table.decimal, replacement=".")
     return strings
-
-
-def float_words(values: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Floating-point numbers as strings, whole ones as integers: ids that pandas holds so because some are missing.
-
-    What becomes of a number does not depend on those beside it.
-
-    >>> float_words(pa.chunked_array([[1e16, None, 0.5]])).to_pylist()
-    ['10000000000000000', None, '0.5']
-    """
-    floats = pc.cast(values, pa.float64())
-    whole = pc.and_(pc.less(pc.abs(floats), 2.0**63), pc.equal(pc.trunc(floats), floats))
-    integers = pc.cast(pc.if_else(whole, floats, 0.0), pa.int64(), safe=False)
-    return pc.if_else(whole, pc.cast(integers, pa.string()), pc.cast(values, pa.string()))
 
 
 def parse_times(

@@ -174,7 +174,8 @@ class MultiValued(Embedded):
         column: The column that it is made from; the one of its own name if absent.
         min_count: Values that the training rows hold less often share the id of unknown values.
         hash_buckets: Number of buckets to hash values into, instead of a vocabulary.
-        separator: Between the values of a text; Parquet lists need none.
+        separator: Between the values of a text; Parquet lists need none, nor do lists that are written in brackets with
+            quotes, as pandas writes them.
         ngrams: Makes a text the bag of its n-grams, of ``words`` or of ``characters``.
         n: How many words or characters an n-gram has: one or more sizes; 1 for words and 3 for characters if absent.
         limit: How many n-grams of a row are kept: the first ones.

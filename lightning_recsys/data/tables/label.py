@@ -53,6 +53,11 @@ class LabelRule:
             return 'must be 0 or 1, or schema.label needs a rule, such as rule: ">= 4"'
         return f"must be a number, to be compared by the rule {self.text!r}"
 
+    @property
+    def compares_numbers(self) -> bool:
+        """Whether the rule is about numbers, as it is where there is none, and not about words."""
+        return not isinstance(self._parse()[1][0], str)
+
     def apply(self, values: pa.StringArray) -> NDArray[np.float32]:
         """Labels of the given strings; NaN for those that the rule does not fit. No string may be missing."""
         sign, operands = self._parse()

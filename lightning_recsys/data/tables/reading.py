@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import csv
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
@@ -22,6 +24,7 @@ _UNIT_SEPARATOR = b"\x1f"  # stands in for separators of several characters, whi
 _QUOTED_CHARACTERS = 80
 _UTF_16 = (b"\xff\xfe", b"\xfe\xff")  # what a file in UTF-16 starts with
 _HEADER_BYTES = 1 << 14
+_NO_ROW = 1 << 20  # characters of a line that begins as JSON does, and that is then no row of a table
 
 
 @dataclass(frozen=True)
@@ -31,11 +34,13 @@ class Header:
     Args:
         names: Names of all columns; ``a.b`` for the field ``b`` of a Parquet structure ``a``.
         num_lines: Lines at the top of a text file that are no rows: comments, empty ones, the header.
+        left_out: Those of them that are neither empty nor the header: comments, and what ``skip_lines`` counts.
         places: Where in a Parquet file each column is: the structures around it, and its own name.
     """
 
     names: Sequence[str]
     num_lines: int = 0
+    left_out: Sequence[str] = ()
     places: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
@@ -51,11 +56,12 @@ def read_header(path: Path, table: TableFormat) -> Header:
             found = [".".join(place) for place in _leaves(file.schema_arrow)]
             header = Header(found, places=dict(zip(found, _leaves(file.schema_arrow), strict=True)))
     else:
-        num_lines, line = _first_line(path, table)
+        above, line = _first_line(path, table)
+        left_out = [text for text in above if text.strip()]
         if table.column_names:
-            header = Header(table.column_names, num_lines)
+            header = Header(table.column_names, len(above), left_out)
         else:
-            header = Header(_split_line(line, path, table), num_lines + 1)
+            header = Header(_split_line(line, path, table), len(above) + 1, left_out)
     if twice := sorted({name for name in header.names if header.names.count(name) > 1}):
         where = "the first line names" if not header.places else "it has"
         raise ValueError(f"{path}: {where} column {', '.join(map(repr, twice))} more than once.")
@@ -161,29 +167,63 @@ def explain(error: Exception, path: Path, table: TableFormat) -> str:
     return f"{path} cannot be read: {error}"
 
 
-def _first_line(path: Path, table: TableFormat) -> tuple[int, str]:
-    """How many comments and empty lines the file starts with, and the line after them."""
+def _first_line(path: Path, table: TableFormat) -> tuple[list[str], str]:
+    """The lines that the file starts with which are neither header nor rows, and the line behind them."""
     encoding = "utf-8-sig" if table.encoding.lower().replace("_", "-") in ("utf-8", "utf8") else table.encoding
     comment = table.comment
+    # White space alone is no header. Of tabs alone there may be a row, whose values are all missing.
+    spaces = " " if table.column_names and separator_of(path, table) == "\t" else None
     with ByteSource(path) as stream:
         start, size = b"", _HEADER_BYTES
-        while True:  # a look at more of the file, where what has been read are comments and empty lines only
+        while True:  # a look at more of the file, where what has been read is left out as a whole
             try:
                 start += (more := stream.read(size))
             except OSError as error:
                 raise ValueError(f"{path}: the file is damaged ({error}).") from error
             lines = lines_of(start.decode(encoding, errors="replace"))
-            num_comments = len(list(takewhile(lambda line: not line or (comment and line.startswith(comment)), lines)))
-            if num_comments + 1 < len(lines) or not more:
+            rest = lines[table.skip_lines :]
+            comments = takewhile(lambda line: not line.strip(spaces) or (comment and line.startswith(comment)), rest)
+            num_above = table.skip_lines + sum(1 for _ in comments)
+            if num_above + 1 < len(lines) or not more:
                 break
             size *= 2
     if start[:2] in _UTF_16 and "16" not in table.encoding:
         raise ValueError(f"{path} is written in UTF-16. Write encoding: utf-16 in the schema.")
     if start[:4] == b"PAR1":
         raise ValueError(f"{path} is a Parquet file. Name it .parquet, or write format: parquet in the schema.")
-    if num_comments == len(lines) or not start.strip():
+    if num_above >= len(lines) or not start.strip():
         raise ValueError(f"{path} is empty.")
-    return num_comments, lines[num_comments]
+    names, line = table.column_names, lines[num_above]
+    if names is None or len(_split_line(line, path, table)) != len(names):
+        refuse_json(line, path)
+    return lines[:num_above], line
+
+
+def refuse_json(line: str, path: Path) -> None:
+    """Raise ``ValueError`` if a line is the beginning of a file in JSON, and not of a table that has some in a column.
+
+    Such a line is JSON as a whole, or an object of a list that goes on, or opens one.
+    """
+    if _is_json(line.strip()):
+        raise ValueError(
+            f"{path} is JSON, which is not read here. Make a table of it first: "
+            "pandas.read_json('in.jsonl', lines=True).to_parquet('out.parquet') for JSON lines, without lines=True for "
+            "a list."
+        )
+
+
+def _is_json(line: str) -> bool:
+    if "".join(line.split()) in ("[", "{", "[{"):
+        return True
+    if not re.match(r'(\[\s*)?\{\s*["}]', line):
+        return False
+    if len(line) >= _NO_ROW:
+        return True
+    for text in (line, line.removeprefix("[").removesuffix(",")):
+        with suppress(ValueError):
+            json.loads(text)
+            return True
+    return False
 
 
 def _split_line(line: str, path: Path, table: TableFormat) -> list[str]:

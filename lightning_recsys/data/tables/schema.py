@@ -49,6 +49,7 @@ class Schema:
         joins: The side tables whose columns are appended to the rows.
         split: How evaluation rows are parted from training rows.
         comments: Remarks for :meth:`to_yaml`, by feature or column; ``schema.<key>`` for a key, ``schema.`` for all.
+        num_rows: Number of rows of the training files, by their sizes where not all were read; of a guessed schema.
         present: Share of the rows that have a value, by column; of a guessed schema.
         fitting: Share of those that are what the column was taken for; of a guessed schema.
 
@@ -69,6 +70,7 @@ class Schema:
     joins: tuple[Join, ...] = ()
     split: Split = field(default_factory=Split)
     comments: Mapping[str, str] = field(default_factory=dict, compare=False)
+    num_rows: int | None = field(default=None, compare=False)
     present: Mapping[str, float] = field(default_factory=dict, compare=False)
     fitting: Mapping[str, float] = field(default_factory=dict, compare=False)
 
@@ -94,7 +96,7 @@ class Schema:
         self._check_sources()
 
     def usual_format(self, rows: str, *, in_file: bool = True) -> TableFormat:
-        """How rows are written of which the schema does not say it: as those of training are.
+        """The format of rows for which the schema names none: that of the training rows.
 
         Args:
             rows: What to call them in an error message.
@@ -157,7 +159,7 @@ class Schema:
         yield from ((column, "ignore") for column in self.ignore)
 
     def inputs(self) -> Iterator[tuple[Input, str]]:
-        """What is read of which columns, with the key that asks for it."""
+        """The values that are read from each column, with the key that asks for them."""
         yield Input(self.label.column, "label"), "label"
         for key in FEATURES:
             for name, feature in getattr(self, key).items():

@@ -6,6 +6,9 @@ import codecs
 from dataclasses import dataclass, field
 from typing import Literal
 
+COMMENT_MARKS = ("#", "%", "//")
+"""What a line at the top of a text file starts with that is a comment; nothing else is a mark."""
+
 
 def require(condition: bool, message: str) -> None:
     """Raise ``ValueError`` with the message unless the condition holds."""
@@ -21,7 +24,9 @@ class TableFormat:
         format: ``text`` (CSV, TSV and the like, also compressed) or ``parquet``; by the file's suffix if absent.
         separator: Between columns, one or more characters; a tab for ``.tsv`` and ``.tab``, else a comma, if absent.
         column_names: Names of all columns, where the file has no header line.
-        comment: Lines at the top of the file that start like this are skipped.
+        skip_lines: Number of lines at the very top that are left out, whatever stands in them: a title, say.
+        comment: Lines at the top of the file, behind those, that start with this mark are left out: ``#``, ``%`` or
+            ``//``.
         encoding: Encoding of text, such as ``utf-8`` or ``latin-1``.
         quote: Character around values that contain the separator; ``None`` where quotes are letters like any other.
             Separators of several characters know no quotes.
@@ -35,6 +40,7 @@ class TableFormat:
     format: Literal["text", "parquet"] | None = None
     separator: str | None = None
     column_names: tuple[str, ...] | None = None
+    skip_lines: int = 0
     comment: str | None = None
     encoding: str = "utf-8"
     quote: str | None = '"'
@@ -48,6 +54,13 @@ class TableFormat:
         """Raise ``ValueError`` about what the types leave open, naming it as a key below ``where``."""
         require(self.separator != "", f"{where}.separator must be one or more characters, got none.")
         require(self.quote is None or len(self.quote) == 1, f"{where}.quote must be one character, got {self.quote!r}.")
+        require(self.skip_lines >= 0, f"{where}.skip_lines must be at least 0, got {self.skip_lines}.")
+        require(
+            self.comment is None or self.comment in COMMENT_MARKS,
+            f"{where}.comment must be {', '.join(COMMENT_MARKS)} or null, got {self.comment!r}. In its place write "
+            "comment: null and skip_lines: N, the number of lines at the top of the file that are left out; for the "
+            "checkpoint of an earlier run ++data.schema.comment=null ++data.schema.skip_lines=N on the command line.",
+        )
         try:
             codecs.lookup(self.encoding)
         except LookupError:

@@ -5,60 +5,135 @@ from __future__ import annotations
 import csv
 import re
 from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 
-from lightning_recsys.data.files import ByteSource, open_parquet
+from lightning_recsys.data.files import ByteSource, open_parquet, stored_bytes
 from lightning_recsys.data.tables.columns import NUMBER
-from lightning_recsys.data.tables.reading import is_parquet, leaf, lines_of, read_header, separator_of
-from lightning_recsys.data.tables.schema_parts import TableFormat
+from lightning_recsys.data.tables.reading import is_parquet, leaf, lines_of, read_header, refuse_json, separator_of
+from lightning_recsys.data.tables.schema_parts import COMMENT_MARKS, TableFormat
 
 _SEPARATORS = ("\t", "::", ",", ";", "|")
-_SAMPLE_BYTES = 16_000_000
-_SAMPLE_ROWS = 50_000
+_LAST = (" ",)  # as R writes it; where none of the others fits, because it stands between words, too
+_SAMPLE_BYTES = 32_000_000
+_SAMPLE_ROWS = 200_000
+_SEPARATOR_ROWS = 50_000  # that tell the separator
 _STEADY = 0.9  # share of lines that must have the same number of columns
 _TELLING = 20  # rows with as many columns as each other are no chance, however many lines each has
 
 
-def sniff(path: Path) -> tuple[TableFormat, dict[str, list[str | None]], dict[str, pa.DataType]]:
-    """The format of a file, a sample of its columns as strings (``None`` for a Parquet null), and their Parquet types.
+@dataclass(frozen=True)
+class Sniffed:
+    """What the beginning of a file tells.
+
+    Args:
+        table: How it is written.
+        columns: Its columns in the sample, as strings; ``None`` for a Parquet null.
+        num_rows: Number of its rows; by its size, where the sample is not all of a text file.
+        kinds: The types of the columns of a Parquet file.
+    """
+
+    table: TableFormat
+    columns: dict[str, list[str | None]]
+    num_rows: int
+    kinds: Mapping[str, pa.DataType] = field(default_factory=dict)
+
+
+def sniff(path: Path) -> Sniffed:
+    """Look at the first rows of a file.
 
     Raises:
         FileNotFoundError: there is no such file.
         ValueError: the file is empty, or is no table.
     """
     if is_parquet(path, TableFormat()):
-        return TableFormat(), *_sample_parquet(path)
-    text, encoding = _decode(path)
-    lines = [line for line in lines_of(text) if line.strip()][:_SAMPLE_ROWS]
-    if not lines:
+        return _sample_parquet(path)
+    text, encoding, share = _decode(path)
+    numbered = [(number, line) for number, line in enumerate(lines_of(text)) if line.strip()]
+    if not numbered:
         raise ValueError(f"{path} is empty.")
-    separator, num_columns = _separator(path, lines)
-    rows, quoted = _split(lines, separator)
-    comment = None
+    left_out, numbered = len(numbered[_SAMPLE_ROWS:]), numbered[:_SAMPLE_ROWS]
+    places, lines = zip(*numbered, strict=True)
+    refuse_json(lines[0], path)
+    separator, num_columns = _separator(path, list(lines[:_SEPARATOR_ROWS]))
+    rows, quoted = _split(list(lines), separator)
+    top = _first_of_table(rows, lines, num_columns)
     header: list[str] | None = None  # where it is not one that the file's own would be
-    if _lacks_a_separator(rows, num_columns):  # all other lines end in one
-        comment, header, rows = lines[0], [*rows[0], ""], rows[1:]
-    elif len(rows[0]) != num_columns:
-        comment = lines[0][0]
-        rows = rows[next(i for i, line in enumerate(lines) if not line.startswith(comment)) :]
-    rows = [[value.strip() for value in row] for row in rows if len(row) == num_columns]
+    first = places[_line_of(top, list(lines), separator, quoted=quoted)]
+    above, rows = [value.strip() for value in rows[top - 1]] if top else [], _whole(rows[top:], num_columns)
+    if _is_short_header(above, num_columns) and not _is_header(rows):
+        ends_in_a_separator = not any(row[-1] for row in rows)
+        header = [*above, ""] if ends_in_a_separator else ["", *above]  # the latter as R writes it
     named = header is None and _is_header(rows)
     if named and len(set(rows[0])) < len(rows[0]):  # the line is passed over, and its names are told apart
-        named, comment, header, rows = False, lines[0] if comment is None else comment, rows[0], rows[1:]
+        named, first, header, rows = False, first + 1, rows[0], rows[1:]
     names = rows[0] if named else told_apart(header) if header else [f"column_{i + 1}" for i in range(num_columns)]
     opens = any(line.startswith('"') for line in lines)
     table = TableFormat(
         separator=None if separator == separator_of(path, TableFormat()) else separator,
         column_names=None if named else tuple(names),
-        comment=comment,
         encoding=encoding,
         quote='"' if quoted and (separator in (",", ";") or f'{separator}"' in text or opens) else None,
+        **_above(numbered, first),
     )
     if not rows[named:]:
         raise ValueError(f"{path} has a header and no rows.")
-    return table, dict(zip(names, map(list, zip(*rows[named:], strict=True)), strict=True)), {}
+    columns = dict(zip(names, map(list, zip(*rows[named:], strict=True)), strict=True))
+    return Sniffed(table, columns, round((len(rows) - named + left_out) / share))
+
+
+def _whole(rows: list[list[str]], num_columns: int) -> list[list[str]]:
+    return [list(map(str.strip, row)) for row in rows if len(row) == num_columns]
+
+
+def _first_of_table(rows: list[list[str]], lines: Sequence[str], num_columns: int) -> int:
+    """The number of the first row that is the header or a row of the table.
+
+    What stands above has another number of columns, or starts with the mark of a comment and has a header and a row
+    below it. Without them below it, a line such as ``#user,item`` is a header itself, or a row.
+    """
+    mark = _mark(lines[0])
+    marked = 0 if mark is None else sum(1 for _ in takewhile(lambda row: row[:1] and row[0].startswith(mark), rows))
+    below = _whole(rows[marked:], num_columns)
+    top = marked if marked and len(below) > 1 and _is_header(below) else 0
+    return top + next(place for place, row in enumerate(rows[top:]) if len(row) == num_columns)
+
+
+def _mark(line: str) -> str | None:
+    """The mark of a comment that a line starts with."""
+    return next((mark for mark in COMMENT_MARKS if line.startswith(mark)), None)
+
+
+def _is_short_header(row: list[str], num_columns: int) -> bool:
+    """Whether a row is a header that lacks one name."""
+    if len(row) != num_columns - 1 or _mark(row[0]) is not None or any(map(is_number, row)):
+        return False
+    return "" not in row and len(set(row)) > len(row) / 2
+
+
+def _line_of(row: int, lines: list[str], separator: str, *, quoted: bool) -> int:
+    """The line at which a row starts: a quoted value above it may hold line ends."""
+    if not quoted:
+        return row
+    reader = csv.reader(lines, delimiter=separator)
+    for _ in range(row):
+        next(reader)
+    return reader.line_num
+
+
+def _above(numbered: Sequence[tuple[int, str]], first: int) -> dict[str, Any]:
+    """How the schema leaves out what stands above a line: by its mark, or by the number of lines."""
+    above = [line for number, line in numbered if number < first]
+    kept = next((line for number, line in numbered if number >= first), "")
+    mark = _mark(above[0]) if above else None
+    if mark is not None and all(line.startswith(mark) for line in above) and not kept.startswith(mark):
+        return {"comment": mark}
+    return {"skip_lines": first} if above else {}
 
 
 def is_number(word: str) -> bool:
@@ -66,28 +141,32 @@ def is_number(word: str) -> bool:
     return re.fullmatch(NUMBER, word) is not None
 
 
-def _decode(path: Path) -> tuple[str, str]:
+def _decode(path: Path) -> tuple[str, str, float]:
+    """The first bytes of a file as text, in which encoding, and which share of the file they are."""
     with ByteSource(path) as stream:
         try:
             start: bytes = stream.read(_SAMPLE_BYTES)
+            share = stream.consumed / max(stored_bytes(path), 1) if len(start) == _SAMPLE_BYTES else 1.0
         except OSError as error:
             raise ValueError(f"{path}: the file is damaged ({error}).") from error
     if len(start) == _SAMPLE_BYTES:
         start = start[: start.rfind(b"\n")]  # leave out the line that was cut off
     if start[:2] in (b"\xff\xfe", b"\xfe\xff"):
-        return start[: len(start) // 2 * 2].decode("utf-16"), "utf-16"
+        return start[: len(start) // 2 * 2].decode("utf-16"), "utf-16", share
     if start[:4] == b"PAR1":
         raise ValueError(f"{path} is a Parquet file: name it .parquet.")
     try:
-        return start.decode("utf-8-sig"), "utf-8"
+        return start.decode("utf-8-sig"), "utf-8", share
     except UnicodeDecodeError:
-        return start.decode("latin-1"), "latin-1"
+        return start.decode("latin-1"), "latin-1", share
 
 
 def _separator(path: Path, lines: list[str]) -> tuple[str, int]:
     """The separator that cuts most lines into the same number of columns, and that number."""
-    found = []
-    for separator in _SEPARATORS:
+    found: list[tuple[int, str]] = []
+    for separator in (*_SEPARATORS, *_LAST):
+        if found and separator in _LAST:
+            break
         rows, _ = _split(lines, separator)
         num_columns, count = _usual_width(rows)
         told = len(rows) == len(lines) or count >= _TELLING  # few rows of many lines may be what a stray quote makes
@@ -95,8 +174,8 @@ def _separator(path: Path, lines: list[str]) -> tuple[str, int]:
             found.append((num_columns, separator))
     if not found:
         raise ValueError(
-            f"{path}: none of {', '.join(map(repr, _SEPARATORS))} cuts the first lines into equally many columns. "
-            "Write the schema by hand, with its separator."
+            f"{path}: none of {', '.join(map(repr, _SEPARATORS + _LAST))} cuts the first lines into equally many "
+            "columns. Write the schema by hand, with its separator."
         )
     num_columns, separator = max(found, key=lambda option: option[0])
     return separator, num_columns
@@ -107,6 +186,8 @@ def _split(lines: list[str], separator: str) -> tuple[list[list[str]], bool]:
     if len(separator) > 1:
         return [line.split(separator) for line in lines], False
     plain = list(csv.reader(lines, delimiter=separator, quoting=csv.QUOTE_NONE))
+    if not any('"' in line for line in lines):
+        return plain, True
     try:
         rows = list(csv.reader(lines, delimiter=separator))
     except csv.Error:  # a value without end
@@ -136,13 +217,6 @@ def _is_header(rows: list[list[str]]) -> bool:
     )
 
 
-def _lacks_a_separator(rows: list[list[str]], num_columns: int) -> bool:
-    """Whether the first row is a header without the separator that ends all others."""
-    others = [row for row in rows[1:] if len(row) == num_columns]
-    ends = not any(row[-1].strip() for row in others)
-    return len(rows[0]) == num_columns - 1 and ends and not any(map(is_number, rows[0]))
-
-
 def told_apart(names: list[str]) -> list[str]:
     """Names with numbers behind those that were there before.
 
@@ -159,7 +233,7 @@ def told_apart(names: list[str]) -> list[str]:
     return found
 
 
-def _sample_parquet(path: Path) -> tuple[dict[str, list[str | None]], dict[str, pa.DataType]]:
+def _sample_parquet(path: Path) -> Sniffed:
     """Lists become strings joined by a bar, as they might stand in a text file."""
     places = read_header(path, TableFormat()).places
     with open_parquet(path) as file:
@@ -169,10 +243,9 @@ def _sample_parquet(path: Path) -> tuple[dict[str, list[str | None]], dict[str, 
         if sample.nbytes > _SAMPLE_BYTES:  # as of text: vectors and long lists are dear as objects of Python
             sample = sample.slice(0, max(1, len(sample) * _SAMPLE_BYTES // sample.nbytes))
         columns = {name: leaf(sample, place) for name, place in places.items()}
-    return (
-        {name: [_as_string(value) for value in column.to_pylist()] for name, column in columns.items()},
-        {name: column.type for name, column in columns.items()},
-    )
+        words = {name: list(map(_as_string, column.to_pylist())) for name, column in columns.items()}
+        kinds = {name: column.type for name, column in columns.items()}
+        return Sniffed(TableFormat(), words, file.metadata.num_rows, kinds)
 
 
 def _as_string(value: object) -> str | None:

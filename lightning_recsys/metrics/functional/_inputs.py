@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
@@ -10,12 +12,18 @@ PROBABILITY_FLOOR = 1e-12
 """Probabilities are clipped to ``[floor, 1 - floor]``, so that a wrong 0 or 1 costs 27.6 nats and not infinity."""
 
 
-def check_inputs(preds: Tensor, target: Tensor, weight: Tensor | None = None, *, from_logits: bool) -> None:
+def check_inputs(
+    preds: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    *,
+    from_logits: bool,
+) -> None:
     """Refuse inputs that would broadcast, and logits where probabilities are expected.
 
     Raises:
-        ValueError: the shapes differ, a label is NaN or outside [0, 1], or ``preds`` leaves [0, 1] without
-            ``from_logits``.
+        ValueError: the shapes differ, a label is NaN or outside [0, 1], a weight is negative or
+            no finite number, or ``preds`` leaves [0, 1] without ``from_logits``.
     """
     if preds.shape != target.shape:
         raise ValueError(
@@ -26,8 +34,15 @@ def check_inputs(preds: Tensor, target: Tensor, weight: Tensor | None = None, *,
         low, high = torch.stack(target.aminmax()).tolist()  # one wait for an accelerator
         if not (low >= 0 and high <= 1):  # NaN is neither
             raise ValueError(f"target must be labels 0 or 1, got values from {low:.4g} to {high:.4g}.")
-    if weight is not None and weight.shape != target.shape:
-        raise ValueError(f"weight must have the shape of target, got {tuple(weight.shape)} and {tuple(target.shape)}.")
+    if weight is not None:
+        if weight.shape != target.shape:
+            raise ValueError(
+                f"weight must have the shape of target, got {tuple(weight.shape)} and {tuple(target.shape)}."
+            )
+        if weight.numel():
+            low, high = torch.stack(weight.aminmax()).tolist()
+            if not (low >= 0 and high < math.inf):
+                raise ValueError(f"weight must be finite and at least 0, got values from {low:.4g} to {high:.4g}.")
     if not from_logits and bool(((preds < 0) | (preds > 1)).any()):
         low, high = preds.min().item(), preds.max().item()
         raise ValueError(

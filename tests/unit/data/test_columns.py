@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from lightning_recsys.data.raw.cleaning import as_bags, concatenate
 from lightning_recsys.data.raw.columns import Bags
-from lightning_recsys.data.tables.columns import as_categories, float_words, parse_numbers, parse_times
+from lightning_recsys.data.tables.columns import as_categories, parse_numbers, parse_times
+from lightning_recsys.data.tables.words import float_words
 
 WORDS = st.lists(st.sampled_from(["a", " a", "b ", "", "?", "ü", "ab", None]), max_size=30)
 MISSING = ("", "?")

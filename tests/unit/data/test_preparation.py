@@ -329,7 +329,8 @@ def test_bad_rows_when_skipped_then_are_counted_and_quoted(criteo, tmp_path):
     manifest = prepare(tmp_path / "out", [criteo], on_bad_row="skip")
     (example,) = manifest.details["skipped"][str(criteo)].pop("examples").values()
     assert tuple(example) == (f"{criteo}, row 1 (line 1): 40 columns expected, got 1.", 3)
-    assert manifest.details["skipped"] == {str(criteo): {"good": 597}}
+    assert manifest.details["skipped"] == {str(criteo): {"good": 597, "comments": 0}}
+    assert manifest.details["rows"] == {str(criteo): {"rows": 600, "used": 597, "skipped": 3, "comments": 0}}
     assert len(read(tmp_path / "out")["label"]) == 597
 
 

@@ -108,6 +108,11 @@ def test_to_yaml_when_names_need_quotes_then_has_them(tmp_path):
         ),
         ({"separator": ""}, r"schema\.separator must be one or more characters"),
         ({"quote": "''"}, r"schema\.quote must be one character, got \"''\""),
+        (
+            {"comment": "|"},
+            r"schema\.comment must be #, %, // or null, got '\|'\. In its place write comment: null and skip_lines: N, "
+            r".*; for the checkpoint of an earlier run \+\+data\.schema\.comment=null \+\+data\.schema\.skip_lines=N",
+        ),
         ({"encoding": "utf-9"}, r"schema\.encoding 'utf-9' is unknown\. Common ones: utf-8, latin-1"),
         ({"format": "excel"}, r"schema\.format must be text or parquet or null, got 'excel'"),
         ({"column_names": ["a", "b", "a"]}, r"schema\.column_names lists a more than once"),

@@ -55,7 +55,7 @@ def pack(path: Path, files: Mapping[str, bytes]) -> Path:
     else:
         path.mkdir()
         for name, content in files.items():
-            (path / name).parent.mkdir(exist_ok=True)
+            (path / name).parent.mkdir(parents=True, exist_ok=True)
             (path / name).write_bytes(content)
     return path
 
@@ -75,7 +75,10 @@ def all_rows(data: TabularDataModule, split: str = "train") -> Batch:
 
 
 PARTS = {
-    "b.csv": csv(ROWS[20:]),
+    "c.csv": csv(ROWS[30:]),
+    "b/day=1/b.csv": csv(ROWS[20:30]),
+    "b/day=1/_SUCCESS": b"",
+    "b/_temporary/0/b.csv": csv(ROWS),
     "a.csv": csv(ROWS[:20]),
     "__MACOSX/._a.csv": b"\0\1junk",
     ".DS_Store": b"\0",
@@ -87,18 +90,56 @@ PARTS = {
 def test_rows_when_files_lie_in_an_archive_or_folder_then_are_those_of_the_files(tmp_path, name):
     pack(tmp_path / name, PARTS)
     assert sorted(ages(tmp_path, name)) == list(map(float, range(40)))
-    assert [path.name for path in find_files(name, root=tmp_path)] == ["a.csv", "b.csv"]
+    for pattern in (name, *([f"{name}/*", f"{name}/**"] if name == "rows" else [])):
+        files = find_files(pattern, root=tmp_path)
+        inside = [path.relative_to(tmp_path / name).as_posix() for path in files]
+        assert inside == ["a.csv", "b/day=1/b.csv", "c.csv"]
+
+
+def test_folder_when_something_in_it_cannot_be_read_then_is_refused(tmp_path):
+    folder = pack(tmp_path / "rows", {"a.csv": csv(ROWS), "deep/b.csv": csv(ROWS)})
+    (folder / "deep/around").symlink_to(folder)
+    with pytest.raises(
+        ValueError, match=r"rows/deep/around leads back to a folder that it is in\. Folders are read whole"
+    ):
+        find_files(folder)
+    (folder / "deep/around").unlink()
+    for goal in (tmp_path / "nowhere.csv", folder / "deep/gone.csv"):  # the latter is the link itself
+        (folder / "deep/gone.csv").symlink_to(goal)
+        for named in (folder, folder / "deep/gone.csv"):
+            with pytest.raises(ValueError, match=r"deep/gone\.csv is no file, or a link that leads nowhere"):
+                find_files(named)
+        (folder / "deep/gone.csv").unlink()
+
+
+@pytest.mark.parametrize(
+    ("pattern", "expected"),
+    [
+        ("rows/*.csv", ["_2024.csv", "a.csv"]),
+        ("rows/[_a]*.csv", ["_2024.csv", "a.csv"]),
+        ("rows/**/*.csv", ["_2024.csv", "a.csv", "deep/_b.csv"]),
+        ("r*/_tmp/*.csv", ["_tmp/c.csv"]),
+        ("rows/*", ["a.csv"]),
+        ("rows", ["a.csv"]),
+    ],
+)
+def test_file_that_begins_with_an_underscore_when_a_pattern_matches_its_name_then_is_read(tmp_path, pattern, expected):
+    """What programs leave is left out of folders, and a folder of such a name wherever a pattern looks."""
+    files = ["_2024.csv", "a.csv", "deep/_b.csv", "_tmp/c.csv", "_SUCCESS"]
+    folder = pack(tmp_path / "rows", dict.fromkeys(files, csv(ROWS)))
+    found = [path.relative_to(folder).as_posix() for path in find_files(pattern, root=tmp_path)]
+    assert found == expected
 
 
 @pytest.mark.parametrize(
     ("files", "expected"),
     [
         ("rows.zip/a.csv", range(20)),
-        ("rows.zip/b*", range(20, 40)),
+        ("rows.zip/[bc]*", range(20, 40)),
         ("*.zip/a.csv", range(20)),
         ("*.zip", range(40)),
-        (["rows.zip/b.csv", "rows.zip/a.csv"], range(40)),
-        ({"train": "rows.zip/a.csv", "test": "rows.zip/b.csv"}, range(20)),
+        (["rows.zip/c.csv", "rows.zip/b/*", "rows.zip/a.csv"], range(40)),
+        ({"train": "rows.zip/a.csv", "test": "rows.zip/c.csv"}, range(20)),
     ],
 )
 def test_rows_when_a_file_of_an_archive_is_named_then_are_its_own(tmp_path, files, expected):
@@ -202,7 +243,7 @@ def test_archive_when_a_file_lies_outside_of_it_then_is_refused(tmp_path):
     ("files", "message"),
     [
         ("empty.zip", r"schema\.files\.train: there is no file .*empty\.zip"),
-        ("rows.zip/c.csv", r"there is no file .*rows\.zip/c\.csv"),
+        ("rows.zip/d.csv", r"there is no file .*rows\.zip/d\.csv"),
         (
             "none",
             r"there is no file .*none\. Relative paths start from data\.root, which is .*It may be a file, a folder",
@@ -226,9 +267,9 @@ def test_files_when_nothing_is_there_then_says_what_was_looked_for(tmp_path, fil
 def test_rows_when_a_file_in_an_archive_changes_then_are_prepared_anew(tmp_path):
     pack(tmp_path / "rows.zip", PARTS)
     assert len(ages(tmp_path, "rows.zip")) == 40
-    pack(tmp_path / "rows.zip", {**PARTS, "c.csv": csv(["1,7,u"])})
+    pack(tmp_path / "rows.zip", {**PARTS, "d.csv": csv(["1,7,u"])})
     assert len(ages(tmp_path, "rows.zip")) == 41
-    assert list(members(tmp_path / "rows.zip")) == ["a.csv", "b.csv", "c.csv"]
+    assert list(members(tmp_path / "rows.zip")) == ["a.csv", "b/day=1/b.csv", "c.csv", "d.csv"]
 
 
 def test_side_table_when_in_an_archive_then_is_read_and_must_be_one(tmp_path):
@@ -401,9 +442,9 @@ def test_parquet_when_ids_are_floats_then_are_those_of_whole_numbers(tmp_path):
 # --- the guess -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["rows.zip", "rows.tar.gz", "rows", "rows/*.csv"])
+@pytest.mark.parametrize("name", ["rows.zip", "rows.tar.gz", "rows", "rows/**/*.csv"])
 def test_guess_when_files_lie_in_an_archive_or_folder_then_the_schema_names_it(tmp_path, name):
-    pack(tmp_path / name.removesuffix("/*.csv"), PARTS)
+    pack(tmp_path / name.removesuffix("/**/*.csv"), PARTS)
     schema = guess_schema(tmp_path / name)
     assert schema.files == {"train": (str(tmp_path / name),)}
     assert (set(schema.dense), set(schema.categorical)) == ({"age"}, {"user"})
@@ -567,5 +608,23 @@ def test_guess_when_rows_of_parquet_are_large_then_looks_at_a_share_of_them(tmp_
     (tmp_path / "x.parquet").write_bytes(parquet_bytes(rows))
     size = pa.table(rows).nbytes
     monkeypatch.setattr(sniffing, "_SAMPLE_BYTES", size // 4)
-    columns, _ = sniffing._sample_parquet(tmp_path / "x.parquet")
-    assert 200 <= len(columns["v"]) <= 250
+    sniffed = sniffing.sniff(tmp_path / "x.parquet")
+    assert 200 <= len(sniffed.columns["v"]) <= 250
+    assert sniffed.num_rows == 1000
+
+
+@pytest.mark.parametrize(("sample_bytes", "sample_rows"), [(1 << 20, 10_000), (1 << 20, 300), (10_000, 10_000)])
+@pytest.mark.parametrize("name", ["x.csv", "x.csv.gz"])
+def test_guess_when_it_has_seen_some_rows_then_tells_the_number_of_all(
+    tmp_path, monkeypatch, name, sample_bytes, sample_rows
+):
+    monkeypatch.setattr(sniffing, "_SAMPLE_BYTES", sample_bytes)
+    monkeypatch.setattr(sniffing, "_SAMPLE_ROWS", sample_rows)
+    text = "click,user\n" + "".join(f"{i * 7 % 5 % 2},u{i * i % 101}\n" for i in range(3000))
+    compress = gzip.compress if name.endswith(".gz") else bytes
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / name).write_bytes(compress(text.encode()))
+    exact = 0 if sample_bytes > len(text) else 0.5 if name.endswith(".gz") else 0.02  # what is packed is read ahead
+    assert guess_schema(tmp_path / "a" / name).num_rows == pytest.approx(3000, rel=exact)
+    assert guess_schema([tmp_path / "a" / name, tmp_path / "b" / name]).num_rows == pytest.approx(6000, rel=exact)

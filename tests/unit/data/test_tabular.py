@@ -418,6 +418,7 @@ def test_bad_rows_when_skipped_then_are_counted_by_kind_and_logged_once(tmp_path
     with caplog.at_level(logging.INFO):
         data = load(tmp_path, lines, on_bad_row="skip")
     assert data.skipped_rows == {str(tmp_path / "clicks.csv"): 6}
+    assert data.rows_read == {str(tmp_path / "clicks.csv"): {"rows": 11, "used": 5, "skipped": 6, "comments": 0}}
     (message,) = [record.message for record in caplog.records if "clicks.csv: skipped" in record.message]
     assert "clicks.csv: skipped 6 of 11 rows: 2 like " in message
     assert "row 1 (line 2): 4 columns expected, got 1" in message
@@ -736,3 +737,31 @@ def test_unknown_ids_then_their_share_is_told_by_column(tmp_path):
     data = load(tmp_path, LINES, files={"train": "clicks.csv", "test": "test.csv"}, split={"validation": 0})
     assert data.unknown_ids("test") == {"user": 0.5, "tags": pytest.approx(2 / 6)}
     assert data.unknown_ids("train") == {"user": 0.0, "tags": 0.0}
+
+
+TRUTHS = {"0.csv": ["0", "1"], "pandas.csv": ["False", "True"], "json.csv": ["false", "true"], "bool.parquet": [0, 1]}
+
+
+@pytest.mark.parametrize(
+    ("rule", "names"),
+    [(None, [*TRUTHS]), ("== 1", ["0.csv", "bool.parquet"]), ("== true", ["json.csv", "bool.parquet"])],
+)
+def test_truths_when_a_file_writes_them_otherwise_than_training_then_ids_and_labels_are_the_same(tmp_path, rule, names):
+    for name in names:
+        rows = [TRUTHS[name][click] for click in (0, 1, 1, 0, 1)]
+        if name.endswith("csv"):
+            write(tmp_path, ["click,flag", *(f"{x},{x}" for x in rows)], name)
+        else:
+            parquet.write_table(
+                pa.table({x: pa.array(rows).cast(pa.bool_()) for x in ("click", "flag")}), tmp_path / name
+            )
+    schema = {"label": {"column": "click", "rule": rule}, "categorical": ["flag"], "split": {"validation": 0}}
+    for trained in names:
+        data = TabularDataModule(
+            schema=schema | {"files": {"train": trained, "test": names}}, root=tmp_path, batch_size=5
+        )
+        data.setup()
+        batch = all_rows(data, "test")
+        assert batch.labels.tolist() == [0, 1, 1, 0, 1] * len(names)
+        assert batch.sparse.values.tolist() == [3, 2, 2, 3, 2] * len(names)
+        assert data.unknown_ids("test") == {"flag": 0.0}

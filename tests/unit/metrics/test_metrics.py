@@ -23,7 +23,10 @@ def batch(size: int = 40) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def states(metric) -> dict[str, torch.Tensor]:
-    return {name: value.clone() for name, value in metric.metric_state.items()}
+    found = {}
+    for name, value in metric.metric_state.items():
+        (found[name],) = value if isinstance(value, list) else [value]
+    return {name: value.clone() for name, value in found.items()}
 
 
 def assert_states_equal(left, right):
@@ -86,7 +89,7 @@ def test_states_when_the_module_is_cast_then_they_keep_their_precision(make, cas
         getattr(module, cast)()
     assert_states_equal(states(module.metric), before)
     module.metric.reset()
-    assert {x.dtype for x in module.metric.metric_state.values()} <= {torch.float64, torch.int64}
+    assert {x.dtype for x in states(module.metric).values()} <= {torch.float64, torch.int64}
     module.metric.update(*batch())
     assert module.metric.compute().dtype == value.dtype == torch.float64
 
@@ -186,6 +189,45 @@ def test_auc_when_a_prediction_is_nan_then_nan_with_a_warning():
     metric.update(torch.tensor([0.0, torch.nan, 1.0]), torch.tensor([0.0, 1.0, 1.0]))
     with pytest.warns(UserWarning, match="predictions are NaN"):
         assert metric.compute().isnan()
+
+
+def test_auc_when_many_pairs_share_a_bin_then_one_warning_tells_the_bound():
+    metric = StreamingAUROC(from_logits=True)
+    metric.update(torch.arange(1000.0), torch.arange(1000) % 2)
+    metric.compute()  # no two of them share a bin: a warning would be an error
+    metric.update(torch.zeros(2000), torch.arange(2000) % 2)
+    with pytest.warns(UserWarning, match=r"AUC may be off by up to 0\.\d+: .* less than 0\.00049 apart") as caught:
+        metric.compute()
+    assert len(caught) == 1
+
+
+def test_auc_when_labels_are_soft_or_weights_of_entropy_negative_then_refused():
+    with pytest.raises(ValueError, match="no order with soft labels"):
+        StreamingAUROC(from_logits=True).update(torch.zeros(2), torch.tensor([1.0, 0.7]))
+    for weight in (-1.0, torch.nan, torch.inf):
+        with pytest.raises(ValueError, match="weight must be finite and at least 0, got values from"):
+            NormalizedEntropy(from_logits=True).update(*batch(2), torch.tensor([1.0, weight]))
+
+
+def test_auc_when_its_state_is_loaded_then_goes_on_and_an_earlier_versions_is_read_or_refused():
+    logits, target = torch.tensor([-40.0, 0.5, 3.0, -2.0]), torch.tensor([0.0, 1.0, 0.0, 1.0])
+    metric, resumed = StreamingAUROC(64, from_logits=True), StreamingAUROC(64, from_logits=True)
+    for each in (metric, resumed):
+        each.persistent(True)
+    metric.update(logits, target)
+    resumed.load_state_dict(metric.state_dict())
+    for each in (metric, resumed):
+        each.update(logits + 1, target)
+    assert_states_equal(states(resumed), states(metric))
+
+    counts = torch.zeros(2, 65, dtype=torch.int64)  # bins of half a logit from -16, then NaN
+    counts[0, 38] = counts[1, 33] = counts[1, 28] = 1
+    resumed.load_state_dict({"counts": counts})
+    fresh = StreamingAUROC(64, from_logits=True)
+    fresh.update(torch.tensor([3.0, 0.5, -2.0]), torch.tensor([0.0, 1.0, 1.0]))
+    assert_states_equal(states(resumed), states(fresh))
+    with pytest.raises(ValueError, match="num_bins=64 to go on with it"):
+        StreamingAUROC(128).load_state_dict({"counts": counts})
 
 
 @pytest.mark.parametrize("metric", [NormalizedEntropy(10, from_logits=True), LogLoss(from_logits=True)])

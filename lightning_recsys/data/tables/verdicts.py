@@ -1,0 +1,159 @@
+"""Guesses held against the rows: what the labels of held-out rows say about each column, and what follows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_recsys.data.tables.column_guesses import Guess, Sample, guess_dense
+from lightning_recsys.data.tables.evidence import ColumnEvidence, HeldOut, Numbers, far_above_the_others
+from lightning_recsys.data.tables.features import Categorical, Dense
+
+GIVES_AWAY = "gives the label away"
+"""How the reason starts for which such a column is ignored."""
+_LEAK = 0.99  # AUC above which a column by itself gives the label away
+_SKEWED = 10  # largest number over the typical one, from which on its logarithm may be the better feature
+_SLOW = (4, 8)  # bins that follow a drift and not the hours of a day
+
+
+@dataclass(frozen=True)
+class _Witness:
+    """What the rows say about a column.
+
+    Args:
+        evidence: How often each value comes with each label.
+        best: The prediction with the least loss.
+        auc: The largest AUC of any prediction by this column alone.
+        auc_if_missing: The AUC of knowing only whether a row has a value.
+    """
+
+    evidence: ColumnEvidence
+    best: Numbers
+    auc: float
+    auc_if_missing: float
+
+
+def judge(
+    samples: Mapping[str, Sample], guesses: Mapping[str, Guess], labels: NDArray[np.float32]
+) -> tuple[dict[str, Guess], dict[str, str]]:
+    """Correct guesses by the rows.
+
+    Whole numbers become ids, numbers or both, by the log loss of each on held-out rows; where these hardly differ, the
+    guess stays. So it is with the logarithm of skewed numbers. A column that by itself has an AUC above .99 is ignored.
+
+    Args:
+        samples: All columns but the label.
+        guesses: What they were taken for by their names and values.
+        labels: 0 or 1 for each row of the sample, NaN where it has none.
+
+    Returns:
+        The guesses with what the rows say among the reasons, and for each time whose labels drift a remark on that.
+        They are those that were given, and no remarks, where fewer than 20 rows have either label.
+    """
+    held_out = HeldOut.deal(labels)
+    if held_out is None:
+        return dict(guesses), {}
+    judged, drifts, features = dict(guesses), {}, {}
+    for name, sample in samples.items():
+        witness = _hear(sample, held_out)
+        if witness is None:
+            continue
+        if witness.auc > _LEAK:
+            judged[name] = Guess("ignore", None, _gives_away(witness))
+        elif guesses[name].key == "time":
+            if (drift := _drift(witness.evidence)) is not None:
+                drifts[name] = drift
+        elif guesses[name].key != "ignore":
+            judged[name] = _correct(sample, guesses[name], witness.evidence)
+            features[name] = witness
+    told = far_above_the_others({name: (witness.evidence, witness.best) for name, witness in features.items()})
+    for name, (auc, others) in told.items():
+        remark = (
+            f"by itself it has an AUC of {auc:.3f}, all others together {others:.3f}: is it known before the label?"
+        )
+        judged[name] = replace(judged[name], reason=remark)
+    return judged, drifts
+
+
+def _hear(sample: Sample, held_out: HeldOut) -> _Witness | None:
+    """What the rows say about a column; nothing where it is the same in all that have a label."""
+    codes, numbers = sample.codes
+    if len(np.unique(codes[held_out.places_N])) < 2:
+        return None
+    evidence = ColumnEvidence(held_out, codes, numbers, single=sample.may_be_ids)
+    predictions = [evidence.prior_KV]
+    if numbers is not None:
+        predictions.append(evidence.as_number())
+    if sample.may_be_ids or (numbers is None and not sample.never_repeats):
+        predictions.append(evidence.as_ids())
+    if_missing = evidence.auc(evidence.if_missing()) if evidence.num_missing else 0.5
+    return _Witness(
+        evidence, min(predictions, key=evidence.loss), max(if_missing, *map(evidence.auc, predictions)), if_missing
+    )
+
+
+def _gives_away(witness: _Witness) -> str:
+    if witness.auc_if_missing > _LEAK:
+        return f"{GIVES_AWAY}: whether a row has it has an AUC of {witness.auc_if_missing:.4f} on held-out rows"
+    return f"{GIVES_AWAY}: by itself it has an AUC of {witness.auc:.4f} on held-out rows"
+
+
+def _correct(sample: Sample, guess: Guess, evidence: ColumnEvidence) -> Guess:
+    """A guess after what the rows say of ids, numbers and logarithms."""
+    if sample.may_be_ids and guess.key in ("dense", "categorical"):
+        guess = _ids_or_number(sample, guess, evidence)
+    return _with_logarithm(guess, evidence) if guess.key == "dense" else guess
+
+
+def _ids_or_number(sample: Sample, guess: Guess, evidence: ColumnEvidence) -> Guess:
+    number, ids = evidence.as_number(), evidence.as_ids()
+    both = evidence.as_ids(around_KV=number)
+    losses = f"held-out log loss as ids {_short(evidence.loss(ids))}, as a number {_short(evidence.loss(number))}"
+    if evidence.is_better(both, ids) and evidence.is_better(both, number):
+        dense = guess_dense(sample)
+        why = f"{dense.reason}; {losses}, as both {_short(evidence.loss(both))}: both"
+        return replace(dense, ids=Categorical(), reason=why)
+    if evidence.is_better(ids, number) and evidence.is_better(ids, evidence.prior_KV):
+        return Guess("categorical", Categorical(), f"{len(sample.counts)} different values; {losses}: categorical")
+    if evidence.is_better(number, ids) and evidence.is_better(number, evidence.prior_KV):
+        dense = guess_dense(sample)
+        return replace(dense, reason=f"{dense.reason}; {losses}: dense")
+    return replace(guess, reason=f"{guess.reason}; {losses}: no clear difference")
+
+
+def _with_logarithm(guess: Guess, evidence: ColumnEvidence) -> Guess:
+    """A numeric feature, by its logarithm where a straight line of that tells more, or else by the number itself."""
+    x_V = evidence.numbers
+    assert x_V is not None
+    size_V = np.abs(x_V)
+    if size_V.max() <= _SKEWED * (1 + evidence.median(size_V)):
+        return guess
+    plain, logarithm = evidence.as_line(x_V), evidence.as_line(np.sign(x_V) * np.log1p(size_V))
+    better, worse = (plain, logarithm) if guess.options.transform == "log" else (logarithm, plain)
+    if not evidence.is_better(better, worse):
+        return guess
+    losses = f"log loss of a straight line {_short(evidence.loss(plain))}, of its logarithm"
+    why = f"{guess.reason}; {losses} {_short(evidence.loss(logarithm))}"
+    return replace(guess, options=Dense(transform="log" if better is logarithm else "none"), reason=why)
+
+
+def _drift(evidence: ColumnEvidence) -> str | None:
+    """How the labels drift with time, if they do."""
+    if not evidence.is_better(evidence.as_number(_SLOW), evidence.prior_KV):
+        return None
+    labels_N = evidence.held_out.labels_N[np.argsort(evidence.codes_N, kind="stable")]
+    tenth = max(len(labels_N) // 10, 1)
+    first, last = labels_N[:tenth].mean(), labels_N[-tenth:].mean()
+    return f"the label drifts: {first:.1%} positive in the earliest tenth of the sample, {last:.1%} in the latest"
+
+
+def _short(loss: float) -> str:
+    """A loss with four digits.
+
+    >>> _short(0.41234), _short(0.0123456), _short(1.5)
+    ('.4123', '.01235', '1.500')
+    """
+    return f"{loss:#.4g}".removeprefix("0")

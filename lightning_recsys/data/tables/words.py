@@ -1,0 +1,142 @@
+"""What a value is called in a vocabulary, whichever type it has: the one function of files and of requests."""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Callable, Sequence
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+TRUTHS = (("1", "true", "True", "TRUE"), ("0", "false", "False", "FALSE"))
+"""How true and false are written: first as they are called here, then as texts may have them."""
+
+BETWEEN = "\x1f"
+"""What a cross has between the words that it is made of."""
+
+_WHOLE = r"^([+-]?\d+)\.0$"
+_CLOCK = r"^(?:\d{4}-\d\d-\d\d[T ])?\d\d:\d\d:\d\d"
+_ZONED = r"^\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:\.\d{1,6})?[+-]\d\d:?\d\d$"
+_T = r"^(\d{4}-\d\d-\d\d)T(\d\d:\d\d:\d\d)"
+_FRACTION = rf"({_CLOCK})(?:\.0+|(\.\d*[1-9])0+)(Z?)$"
+_EXACT_DIGITS = 15  # which every number of 64 bits keeps
+
+
+def as_words(values: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Values as words: those of one number, time or truth are the same in every type that can hold it.
+
+    Words stay as they are; true and false are 1 and 0; numbers are written without a fraction that says nothing; times
+    with a zone in UTC. :func:`tidy_words` does the rest.
+
+    Raises:
+        pyarrow.ArrowNotImplementedError: the type is one of lists or structures.
+        pyarrow.ArrowInvalid: bytes are no UTF-8.
+
+    >>> from decimal import Decimal
+    >>> [as_words(pa.chunked_array([[x]]))[0].as_py() for x in (True, 7, 0.5, 3.0, Decimal("1.50"), "1.50", b"a")]
+    ['1', '7', '0.5', '3', '1.5', '1.50', 'a']
+    """
+    kind = values.type
+    if pa.types.is_dictionary(kind):
+        if pa.types.is_string(kind.value_type):
+            return values
+        values, kind = pc.cast(values, kind.value_type), kind.value_type
+    if pa.types.is_string(kind):
+        return values
+    make = next((make for is_a, make in _KINDS if is_a(kind)), _cast)
+    return make(values)
+
+
+def tidy_words(words: pa.StringArray, *, strip: bool, missing: Sequence[str]) -> pa.StringArray:
+    """Words without white space around them, null where they stand for a missing value.
+
+    Whole numbers lose a fraction of 0 (``3.0``, as pandas writes a column of numbers of which some are missing, is the
+    ``3`` of another file), and times the ``T`` before the clock and a fraction that says nothing; those with an offset
+    are in UTC, which is ``Z``.
+
+    >>> words = pa.array([" a", "?", "3.0", "2026-01-31T12:00:00.500000+01:00"])
+    >>> tidy_words(words, strip=True, missing=["?"]).to_pylist()
+    ['a', None, '3', '2026-01-31 11:00:00.5Z']
+    """
+    words = pc.utf8_trim_whitespace(words) if strip else words
+    words = pc.if_else(pc.is_in(words, value_set=pa.array(missing, pa.string())), pa.scalar(None, pa.string()), words)
+    if pc.any(pc.ends_with(words, ".0")).as_py():  # patterns are dear, and few columns have such words
+        words = pc.replace_substring_regex(words, pattern=_WHOLE, replacement=r"\1")
+    if pc.any(pc.match_substring_regex(words, _CLOCK)).as_py():
+        if pc.any(zoned := pc.match_substring_regex(words, _ZONED)).as_py():
+            moved = [_in_utc(word) for word in words.filter(zoned).to_pylist()]
+            words = pc.replace_with_mask(words, pc.fill_null(zoned, False), pa.array(moved, pa.string()))
+        for pattern, replacement in ((_T, r"\1 \2"), (_FRACTION, r"\1\2\3")):
+            words = pc.replace_substring_regex(words, pattern=pattern, replacement=replacement)
+    return words
+
+
+def truths_as_numbers(words: pa.Array) -> pa.Array:
+    """Words, where texts of true and false are 1 and 0: for ids that are made without a look into a vocabulary.
+
+    >>> truths_as_numbers(pa.array(["True", "false", "truth", None])).to_pylist()
+    ['1', '0', 'truth', None]
+    """
+    for number, *texts in TRUTHS:
+        if pc.any(found := pc.is_in(words, value_set=pa.array(texts).cast(words.type))).as_py():
+            words = pc.if_else(found, pa.scalar(number, pa.string()).cast(words.type), words)
+    return words
+
+
+def _in_utc(word: str) -> str:
+    """A time with an offset as the same time in UTC; a word that is none stays as it is."""
+    try:
+        return dt.datetime.fromisoformat(word).astimezone(dt.UTC).isoformat(sep=" ").replace("+00:00", "Z")
+    except (ValueError, OverflowError):
+        return word
+
+
+def float_words(values: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Floating-point numbers as words, whole ones as integers: ids that pandas holds so because some are missing.
+
+    A number that 32 bits hold has the digits that it has there: 0.1 of a column of 32 bits is 0.10000000149011612 to
+    whoever reads it in 64. What becomes of a number does not depend on those beside it.
+
+    >>> float_words(pa.chunked_array([[1e16, None, 0.5, 0.1, 0.10000000149011612]])).to_pylist()
+    ['10000000000000000', None, '0.5', '0.1', '0.1']
+    """
+    floats = pc.cast(values, pa.float64())
+    whole = pc.and_(pc.less(pc.abs(floats), 2.0**63), pc.equal(pc.trunc(floats), floats))
+    integers = pc.cast(pc.if_else(whole, floats, 0.0), pa.int64(), safe=False)
+    narrow = pc.cast(floats, pa.float32(), safe=False)
+    fits = pc.equal(pc.cast(narrow, pa.float64()), floats)
+    words = pc.if_else(fits, pc.cast(narrow, pa.string()), pc.cast(floats, pa.string()))
+    return pc.if_else(whole, pc.cast(integers, pa.string()), words)
+
+
+def _decimal_words(values: pa.ChunkedArray) -> pa.ChunkedArray:
+    """As the floating-point number, where that has all digits; else with all of them, but for zeros at the end."""
+    written = pc.cast(values, pa.string())
+    floats = pc.cast(written, pa.float64())
+    short = pc.less(pc.abs(floats), 10.0 ** (_EXACT_DIGITS - values.type.scale))
+    words = pc.replace_substring_regex(written, pattern=r"(\.\d*?)0+$", replacement=r"\1")
+    words = pc.replace_substring_regex(words, pattern=r"\.$", replacement="")
+    return pc.if_else(short, float_words(floats), words)
+
+
+def _timestamp_words(values: pa.ChunkedArray) -> pa.ChunkedArray:
+    if values.type.tz is not None:
+        values = pc.cast(values, pa.timestamp(values.type.unit, tz="UTC"))
+    return _cast(values)
+
+
+def _bool_words(values: pa.ChunkedArray) -> pa.ChunkedArray:
+    return pc.if_else(values, "1", "0")
+
+
+def _cast(values: pa.ChunkedArray) -> pa.ChunkedArray:
+    return pc.cast(values, pa.string())
+
+
+# What the values of a type are called; those of other types are what Arrow writes for them.
+_KINDS: tuple[tuple[Callable[[pa.DataType], bool], Callable[[pa.ChunkedArray], pa.ChunkedArray]], ...] = (
+    (pa.types.is_boolean, _bool_words),
+    (pa.types.is_floating, float_words),
+    (pa.types.is_decimal, _decimal_words),
+    (pa.types.is_timestamp, _timestamp_words),
+)
