@@ -4,7 +4,7 @@ try:
     from lightning_recsys.serving.export import export_model
     from lightning_recsys.serving.manifest import Manifest
     from lightning_recsys.serving.publishing.publisher import ModelPublisher
-    from lightning_recsys.serving.publishing.retention import list_versions, roll_back
+    from lightning_recsys.serving.publishing.retention import list_versions, release, roll_back
     from lightning_recsys.serving.reader import ModelReader, Prediction, PublishedModel
 except ModuleNotFoundError as error:
     if error.name not in ("fsspec", "safetensors"):
@@ -23,5 +23,6 @@ __all__ = [
     "PublishedModel",
     "export_model",
     "list_versions",
+    "release",
     "roll_back",
 ]

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from lightning_recsys.embeddings import EmbeddingBagCollection
 from lightning_recsys.launchers.folders import RunFolder
 from lightning_recsys.launchers.pickling import save_job
+from lightning_recsys.launchers.processes import ending
 from lightning_recsys.partition.field_layer import FieldLayer
 
 _EXAMPLES = 3  # to trace with: 0 and 1 would be taken for constants
@@ -103,7 +104,8 @@ def export_apart(part: DensePart, num_dense: int, target: Path) -> None:
         target: A file to make.
 
     Raises:
-        OSError: there is no room for the files that this takes; the message names their folder.
+        OSError: there is no room for the files that this takes; the message names their folder. Or the process was
+            killed (``ChildProcessError``) or took too long (``TimeoutError``): another one may do it.
         RuntimeError: the model cannot be exported; the message ends with what torch says.
         TypeError: the model does not travel to another process.
     """
@@ -119,9 +121,16 @@ def export_apart(part: DensePart, num_dense: int, target: Path) -> None:
         preparation.write_bytes(pickle.dumps(data))
         command = [sys.executable, "-m", __name__, str(preparation), str(job), str(target)]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
-        run = subprocess.run(  # noqa: S603 - our own interpreter
-            command, env=environment, capture_output=True, text=True, timeout=_PATIENCE, check=False
-        )
+        try:
+            run = subprocess.run(  # noqa: S603 - our own interpreter
+                command, env=environment, capture_output=True, text=True, timeout=_PATIENCE, check=False
+            )
+        except subprocess.TimeoutExpired:
+            raise TimeoutError(
+                f"the process that exports the dense part has not ended in {_PATIENCE:g} seconds, and was killed"
+            ) from None
+    if run.returncode < 0:
+        raise ChildProcessError(f"the process that exports the dense part {ending(run.returncode)}")
     if run.returncode == os.EX_IOERR:
         why = run.stderr.splitlines()[-1]
         raise OSError(f"the dense part's program cannot be written to {target.parent}: {why}")

@@ -23,13 +23,15 @@ from torch import Tensor
 from lightning_recsys.data.preparation import SchemaRules
 from lightning_recsys.data.preparation.encoding import Encoding, embedded
 from lightning_recsys.data.raw import TabularFormat
-from lightning_recsys.data.raw.cleaning import as_words, clean
+from lightning_recsys.data.raw.cleaning import clean
 from lightning_recsys.data.raw.columns import Bags, RawColumns, RowJudge
 from lightning_recsys.data.raw.derived import derive
 from lightning_recsys.data.raw.kernels import KeyTable, hash_values
+from lightning_recsys.data.tables.columns import split_lists
 from lightning_recsys.data.tables.features import LARGEST, Categorical, Dense, Input, MultiValued, Vector
 from lightning_recsys.data.tables.schema import Schema, feature_name
 from lightning_recsys.data.tables.schema_parts import Split
+from lightning_recsys.data.tables.words import as_words
 from lightning_recsys.data.tabular import TabularDataModule
 from lightning_recsys.embeddings import SparseFeatures
 from lightning_recsys.embeddings.int64_ids import as_int64s
@@ -37,6 +39,7 @@ from lightning_recsys.embeddings.int64_ids import as_int64s
 DENSE = "dense"  # the key of numeric features where they have no names of their own
 _LISTS = frozenset((list, tuple))
 _BAGS = pa.list_(pa.string())
+_NO_TOP: dict[str, Any] = {"comment": None, "skip_lines": 0}  # a request has no lines above its rows
 log = logging.getLogger(f"pytorch_lightning.{__name__}")  # which has a handler in worker processes, too
 _Timed = TypeVar("_Timed", Dense, Categorical)
 
@@ -82,13 +85,14 @@ class SchemaEncoder(RequestEncoder):
 
     def __init__(self, schema: Schema, encoding: Encoding) -> None:
         # Where the training rows lay, and who joined them, is no business of those who serve. Whether numbers are times
-        # or dates was judged by the training rows; a few rows of a request would be judged by chance.
+        # or dates was judged by the training rows; a few rows of a request would be judged by chance. Of how a file is
+        # written only counts what its values mean.
         self._schema = dataclasses.replace(
             schema,
             dense={name: _in_seconds(x, is_time=x.age_at is not None) for name, x in schema.dense.items()},
             categorical={name: _in_seconds(x, is_time=x.transform != "none") for name, x in schema.categorical.items()},
             files={"train": ("-",)},
-            table=schema.usual_format("requests", in_file=False),
+            table=dataclasses.replace(schema.usual_format("requests", in_file=False), **_NO_TOP),
             formats={},
             joins=(),
             comments={},
@@ -164,7 +168,7 @@ class SchemaEncoder(RequestEncoder):
         if only_numbers and bool in given:
             values, given = [int(x) if isinstance(x, bool) else x for x in values], given - {bool} | {int}
         if only_numbers and given <= {int, float}:
-            return pa.array(values, pa.float64())
+            return pa.array([None if value is None else float(value) for value in values], pa.float64())
         if separator is not None and given & _LISTS:
             bags = [_items(separator, value) for value in values]
             items = list(chain.from_iterable(bag for bag in bags if bag is not None))
@@ -174,7 +178,7 @@ class SchemaEncoder(RequestEncoder):
             return pa.array([None if bag is None else list(islice(words, len(bag))) for bag in bags], _BAGS)
         if len(given) > 1:
             return pa.array(_as_words(values), pa.string())
-        array = pa.array(values, None if given else pa.string())  # what a Parquet file could have as well
+        array = _typed(values) if given else pa.array(values, pa.string())
         if pa.types.is_nested(array.type.value_type if pa.types.is_list(array.type) else array.type):
             raise TypeError("they are nested")
         return array
@@ -218,17 +222,18 @@ class SchemaEncoder(RequestEncoder):
             for part, tensor in parts.items()
         }
         plain = {"kind": "schema", "schema": self._schema.to_yaml(), "statistics": state["statistics"]}
-        return plain | {"vocabularies": list(state["vocabularies"])}, tensors
+        return plain | {"format": state["format"], "vocabularies": list(state["vocabularies"])}, tensors
 
     @classmethod
     def from_files(cls, plain: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> SchemaEncoder:
         """What :meth:`to_files` came from."""
-        schema = Schema.from_dict(yaml.safe_load(plain["schema"]))
+        given = yaml.safe_load(plain["schema"])  # of an earlier version it may have marks that are none any more
+        schema = Schema.from_dict({key: value for key, value in given.items() if key not in _NO_TOP})
         vocabularies = {
             name: {part: tensors[f"{number}.{part}"] for part in ("bytes", "offsets")}
             for number, name in enumerate(plain["vocabularies"])
         }
-        state = {"vocabularies": vocabularies, "statistics": plain["statistics"]}
+        state = {"format": plain.get("format", 1), "vocabularies": vocabularies, "statistics": plain["statistics"]}
         return cls(schema, Encoding.from_state_dict(schema, state))
 
 
@@ -236,14 +241,22 @@ def _items(separator: str, value: Any) -> Any:
     """The items of a bag, which is a list or a text."""
     if value is None or isinstance(value, list | tuple):
         return value
-    return _as_words([value])[0].split(separator)
+    return split_lists(pa.array(_as_words([value]), pa.string()), separator)[0].as_py()
+
+
+def _typed(values: Sequence[Any]) -> pa.Array:
+    """Values of one type as what a Parquet file could have as well."""
+    try:
+        return pa.array(values)
+    except OverflowError:  # of ids of 64 bits without sign
+        return pa.array([value if value is None else str(value) for value in values], pa.string())
 
 
 def _as_words(values: Sequence[Any]) -> list[Any]:
     """Each value as the text that it is in a column where all are of its kind; lists, which have none, as JSON.
 
     >>> _as_words([1e-05, 2.0, True, "a", None, 3])
-    ['0.00001', '2', 'true', 'a', None, '3']
+    ['0.00001', '2', '1', 'a', None, '3']
     """
     words = list(values)
     for kind in set(map(type, values)) - {str, type(None)}:
@@ -252,7 +265,7 @@ def _as_words(values: Sequence[Any]) -> list[Any]:
         if kind in _LISTS:
             found = [json.dumps(value) for value in some]
         else:
-            array = pa.chunked_array([pa.array(some)])
+            array = pa.chunked_array([_typed(some)])
             if pa.types.is_nested(array.type):
                 raise TypeError("they are nested")
             found = as_words(array).to_pylist()

@@ -20,7 +20,7 @@ from lightning_recsys.serving.manifest import Manifest
 from lightning_recsys.serving.packing import RowFormat, check_row_format
 from lightning_recsys.serving.publishing.retention import check_counts
 from lightning_recsys.serving.publishing.snapshots import backend_of, snapshot_of
-from lightning_recsys.serving.publishing.writer import Cut, Skeleton, VersionWriter
+from lightning_recsys.serving.publishing.writer import Cut, Skeleton, VersionWriter, counts_of
 
 
 def export_model(
@@ -63,5 +63,7 @@ def export_model(
         export_apart(part, num_dense, program)
         writer = VersionWriter(folder, run=run, keep=1, keep_runs=keep_runs, compact_share=1.0, max_increments=1)
         dense = {name: tensor.clone() for name, tensor in part.model.state_dict().items()}  # tied ones, too
-        cut = Cut(dense, position or {}, time.time(), backends, dict.fromkeys(backends, 0))
+        cut = Cut(
+            dense, position or {}, time.time(), backends, dict.fromkeys(backends, 0), backends, counts_of(backends)
+        )
         return writer.publish(Skeleton(program, encoder, num_dense, tables, rows, part.buffer_names), cut)

@@ -8,7 +8,7 @@ import shutil
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Set
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import fsspec
@@ -19,6 +19,7 @@ from lightning_recsys.launchers.folders import RunFolder
 from lightning_recsys.serving.digested_files import digest_file, write_file
 from lightning_recsys.serving.manifest import (
     CURRENT,
+    HELD,
     MANIFEST,
     MAX_MANIFEST_BYTES,
     FileEntry,
@@ -30,9 +31,10 @@ from lightning_recsys.serving.manifest import (
     digest_of,
     is_written_here,
 )
-from lightning_recsys.serving.publishing.claims import Claim, locked, words_of
+from lightning_recsys.serving.publishing.claims import Claim, locked, shut, words_of
 
 _VERSIONS = "versions"
+_HOLD_LOCK = ".held.lock"
 _NUMBER = re.compile(r"[1-9]\d{0,17}")
 _LONGEST_CHAIN = 100_000
 _UNUSED_SECONDS = 3600.0  # a downloaded file that nobody has in use any more is kept for so long
@@ -76,20 +78,39 @@ class VersionFolder:
 
     # --- Reading -----------------------------------------------------------------------------------------------------
 
+    def counting(self) -> Link | None:
+        """The version that readers open: the one that is held, else the latest; ``None`` where there is neither.
+
+        Raises:
+            PublishedVersionError: a pointer is damaged.
+        """
+        return self.held() or self.current()
+
     def current(self) -> Link | None:
-        """The version that counts; ``None`` where nothing was published yet.
+        """The latest version that was published as a whole; ``None`` where nothing was published yet.
 
         Raises:
             PublishedVersionError: the pointer is damaged.
         """
+        return self._pointer(CURRENT)
+
+    def held(self) -> Link | None:
+        """The version that somebody has gone back to, and that counts until it is released; ``None`` without one.
+
+        Raises:
+            PublishedVersionError: the pointer is damaged.
+        """
+        return self._pointer(HELD)
+
+    def _pointer(self, name: str) -> Link | None:
         try:
-            return current_from_json(self._read(CURRENT, 1 << 16))
+            return current_from_json(self._read(name, 1 << 16))
         except FileNotFoundError:
             return None
         except ForeignFormatError as error:
-            raise PublishedVersionError(f"{self.url}/{CURRENT}", str(error)) from error
+            raise PublishedVersionError(f"{self.url}/{name}", str(error)) from error
         except ValueError as error:
-            raise PublishedVersionError(f"{self.url}/{CURRENT}", f"is damaged: {error}") from error
+            raise PublishedVersionError(f"{self.url}/{name}", f"is damaged: {error}") from error
 
     def manifest(self, link: Link) -> Manifest:
         """The manifest that a link names.
@@ -241,9 +262,14 @@ class VersionFolder:
             holder: Who publishes, for others that are refused meanwhile.
 
         Raises:
-            ValueError: another one publishes there; the message names it.
+            ValueError: another one publishes there, whom the message names, or ``versions`` is a link.
         """
         if self.is_local:
+            if (versions := Path(self._root) / _VERSIONS).is_symlink():
+                raise ValueError(
+                    f"{versions} is a link, and readers open nothing behind a link in the folder. Let {self.url} itself"
+                    f" be the link, or publish into the folder above {versions.resolve()}."
+                )
             with locked(Path(self._root), self.url, words_of(holder)):
                 yield
             return
@@ -327,13 +353,32 @@ class VersionFolder:
         Raises:
             PublisherReplacedError: another publisher has taken this one for dead, and publishes there now.
         """
-        data = current_to_json(link)
         if not self.is_local:
             self._check_claim(link.version)
-            self._write_remote(CURRENT, data)
+        self._point(CURRENT, link)
+
+    def hold(self, link: Link | None) -> None:
+        """Let a version count, in one step, whatever is published; ``None`` releases the one that does."""
+        if link is not None:
+            self._point(HELD, link)
+        elif self.is_local:
+            (Path(self._root) / HELD).unlink(missing_ok=True)
+            _sync(Path(self._root))
+        else:
+            with suppress(FileNotFoundError):
+                self._remove_remote(HELD)
+
+    def keeping_still(self) -> AbstractContextManager[None]:
+        """In a local folder no version is removed, held or released meanwhile; elsewhere nothing is locked."""
+        return shut(Path(self._root) / _HOLD_LOCK) if self.is_local else nullcontext()
+
+    def _point(self, name: str, link: Link) -> None:
+        data = current_to_json(link)
+        if not self.is_local:
+            self._write_remote(name, data)
             return
-        target = Path(self._root) / CURRENT
-        temporary = target.with_name(f".{CURRENT}.{uuid.uuid4().hex}")
+        target = Path(self._root) / name
+        temporary = target.with_name(f".{name}.{uuid.uuid4().hex}")
         try:
             write_file(temporary.parent, temporary.name, lambda file: file.write(data))
             temporary.replace(target)
@@ -356,7 +401,7 @@ class VersionFolder:
     def clear_leftovers(self) -> None:
         """Remove what a killed publisher has left: versions without a whole manifest, and unfinished pointers.
 
-        A whole version above the one that counts stays: somebody may have gone back to an earlier one.
+        A whole version above the latest one that counted stays: a publisher was killed before it let it count.
 
         Raises:
             ValueError: a folder that would be removed holds what no publisher has written; then nothing is removed.
@@ -368,8 +413,10 @@ class VersionFolder:
         for version in leftovers:
             self.remove(version)
         if self.is_local:
-            for path in Path(self._root).glob(f".{CURRENT}.*"):
-                path.unlink(missing_ok=True)
+            with self.keeping_still() if Path(self._root).is_dir() else nullcontext():  # nobody writes a hold just now
+                for name in (CURRENT, HELD):
+                    for path in Path(self._root).glob(f".{name}.*"):
+                        path.unlink(missing_ok=True)
 
     def _is_leftover(self, version: int, current: Link | None) -> bool:
         try:

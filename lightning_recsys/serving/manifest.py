@@ -3,7 +3,8 @@
 .. code-block:: text
 
     out/
-      current.json            number and digest of the version that counts; replaced in one step, after its files
+      current.json            number and digest of the latest version; replaced in one step, after its files
+      held.json               the same of the version that somebody went back to: while it is there, that one counts
       versions/17/
         manifest.json         what follows, with the size and the digest of every file
         model.safetensors     the dense part
@@ -31,6 +32,7 @@ from lightning_recsys.serving.packing import ROW_FORMATS, RowFormat
 FORMAT = 2
 MANIFEST = "manifest.json"
 CURRENT = "current.json"
+HELD = "held.json"
 MAX_MANIFEST_BYTES = 64 << 20
 _FILE = re.compile(r"[a-z0-9][a-z0-9-]{0,60}\.(arrow|safetensors|pt2|json)")
 _WRITTEN = re.compile(r"(rows|gone)-\d+-\d+\.arrow|model\.(safetensors|pt2)|encoder\.(json|safetensors)|manifest\.json")
@@ -207,7 +209,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, data: bytes) -> Manifest:
-        """What :meth:`to_json` wrote.
+        """Read the text that :meth:`to_json` wrote.
 
         Raises:
             ValueError: it is no manifest; the message says where.
@@ -238,7 +240,7 @@ def digest_of(data: bytes) -> str:
 
 
 def current_to_json(link: Link) -> bytes:
-    """The file that says which version counts."""
+    """A file that names a version: the latest one, or the one that is held."""
     return json.dumps({"format": FORMAT, **asdict(link)}).encode()
 
 

@@ -47,7 +47,7 @@ def num_words(dim: int, row_format: RowFormat) -> int:
 
 
 def pack_rows(rows_UD: Tensor, row_format: RowFormat) -> Tensor:
-    """Rows as they are stored: float32 ``[U, D]``, or words, int32 ``[U, W]``. They must be finite.
+    """Rows as they are stored: float32 ``[U, D]``, or words, int32 ``[U, W]``. They must be finite, and so they stay.
 
     >>> pack_rows(torch.tensor([[1.0, -2.0]]), "int8").view(torch.int8)[:, 4:]
     tensor([[  64, -127,    0,    0]], dtype=torch.int8)
@@ -56,7 +56,8 @@ def pack_rows(rows_UD: Tensor, row_format: RowFormat) -> Tensor:
         return rows_UD
     words_UW = torch.zeros(len(rows_UD), num_words(rows_UD.shape[1], row_format), dtype=torch.int32)
     if row_format == "bf16":
-        words_UW.view(torch.bfloat16)[:, : rows_UD.shape[1]] = rows_UD.bfloat16()
+        largest = torch.finfo(torch.bfloat16).max  # what is above it would be rounded to infinity
+        words_UW.view(torch.bfloat16)[:, : rows_UD.shape[1]] = rows_UD.clamp(-largest, largest).bfloat16()
         return words_UW
     scale_U = rows_UD.abs().amax(1) / _LARGEST
     words_UW.view(torch.float32)[:, 0] = scale_U

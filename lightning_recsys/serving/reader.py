@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from lightning_recsys.errors import PublishedVersionError
 from lightning_recsys.serving.dense import load_program, with_weights
 from lightning_recsys.serving.encoders import RequestEncoder, encoder_from
 from lightning_recsys.serving.files import VersionFolder
-from lightning_recsys.serving.manifest import Link, Manifest, TableRows
+from lightning_recsys.serving.manifest import CURRENT, Link, Manifest, TableRows
 from lightning_recsys.serving.packing import num_words
 from lightning_recsys.serving.row_files import Integers, RowFile, read_ids
 from lightning_recsys.serving.tables import PublishedRows
@@ -48,6 +49,24 @@ class Prediction:
 
     version: int
     probabilities: list[float]
+
+
+@dataclass(frozen=True)
+class Look:
+    """How a reader's latest look for a new version went.
+
+    Args:
+        seen: When a look last succeeded, in seconds since 1970.
+        failures: Number of looks in a row that failed, up to this one.
+        error: Why this one failed; ``None`` where it did not.
+        opening: Whether it has found another version and opens it now, which may take a while; it is told of again when
+            it has ended.
+    """
+
+    seen: float
+    failures: int
+    error: str | None
+    opening: bool = False
 
 
 class PublishedModel:
@@ -182,16 +201,23 @@ class ModelReader:
         Raises:
             PublishedVersionError: it, or one that it builds on, is missing, torn, foreign or damaged.
         """
+        return self._refresh()
+
+    def _refresh(self, found: Callable[[], None] = lambda: None) -> bool:
+        """As :meth:`refresh`; ``found`` is called before a version is opened."""
         with self._swapping:
             for attempt in range(_ATTEMPTS):
-                current = self._pinned or self.folder.current()
+                current = self._pinned or self.folder.counting()
+                if current is None and self._model is not None:
+                    raise PublishedVersionError(f"{self.folder.url}/{CURRENT}", "it is not there any more")
                 if current is None or (self._model is not None and current == self._model.link):
                     self._keep_downloads()
                     return False
+                found()
                 try:
                     self._model = self._open(current)
                 except PublishedVersionError:
-                    if attempt == _ATTEMPTS - 1 or (self._pinned or self.folder.current()) == current:
+                    if attempt == _ATTEMPTS - 1 or (self._pinned or self.folder.counting()) == current:
                         raise
                 else:
                     self._keep_downloads()
@@ -202,12 +228,21 @@ class ModelReader:
         if self._model is not None:
             self.folder.keep_downloads(self._model.digests)
 
-    def follow(self, seconds: float = 1.0, *, tell: Callable[[PublishedModel], None] = lambda model: None) -> None:
-        """Look for a new version every so many seconds from now on, until :meth:`close`. Errors are logged.
+    def follow(
+        self,
+        seconds: float = 1.0,
+        *,
+        warn_after: int = 3,
+        tell: Callable[[PublishedModel], None] = lambda model: None,
+        looked: Callable[[Look], None] = lambda look: None,
+    ) -> None:
+        """Look for a new version every so many seconds from now on, until :meth:`close`.
 
         Args:
             seconds: Seconds between two looks.
+            warn_after: Number of looks in a row that fail before a warning is logged: one may fail by chance.
             tell: Is called with the version that is open, and with each that takes its place.
+            looked: Is called after each look, and before a version that it has found is opened.
 
         Raises:
             ValueError: ``seconds`` is not above 0.
@@ -216,27 +251,42 @@ class ModelReader:
             raise ValueError(f"a reader follows every so many seconds, above 0; got {seconds}.")
         if self._thread is None:
             self._ended.clear()
-            arguments = (seconds, tell)
+            arguments = (seconds, warn_after, tell, looked)
             self._thread = threading.Thread(target=self._follow, args=arguments, name="model-reader", daemon=True)
             self._thread.start()
 
-    def _follow(self, seconds: float, tell: Callable[[PublishedModel], None]) -> None:
+    def _follow(
+        self, seconds: float, warn_after: int, tell: Callable[[PublishedModel], None], looked: Callable[[Look], None]
+    ) -> None:
         told: PublishedModel | None = None
         logged: str | None = None
+        why: str | None = None
+        seen, failures = time.time(), 0
+
+        def found() -> None:
+            with suppress(OSError):
+                looked(Look(seen, failures, why, opening=True))
+
         while True:
             try:
                 try:
-                    if self.refresh():
+                    if self._refresh(found):
                         log.info("serving version %d of %s", self.version, self.folder.url)
                 finally:  # the one that is open is told of, whatever is wrong with a later one
                     if (model := self.model) is not told:
                         tell(model)
                         told = model
-                logged = None
+                if failures >= warn_after:
+                    log.warning("%s can be read again.", self.folder.url)
+                seen, failures, why, logged = time.time(), 0, None, None
             except Exception as error:  # the next version may be whole again, or a disk have room
-                if str(error) != logged:
-                    log.warning("%s", error)
-                logged = str(error)
+                failures, why = failures + 1, str(error)
+                if failures >= warn_after and why != logged:
+                    gone = time.time() - seen
+                    log.warning("%d looks for a new version have failed in a row, for %.0f s: %s", failures, gone, why)
+                    logged = why
+            with suppress(OSError):  # a full disk; the next look is told of again
+                looked(Look(seen, failures, why))
             if self._ended.wait(seconds):
                 return
 

@@ -63,6 +63,17 @@ def locked(root: Path, url: str, holder: str) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_UN)  # closing is not enough: a process forked meanwhile has it open too
 
 
+@contextmanager
+def shut(path: Path) -> Iterator[None]:
+    """Hold a lock for a moment, and wait for whoever has it; the system gives it back where its holder dies."""
+    with path.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            fcntl.flock(file, fcntl.LOCK_UN)
+
+
 def _lock(file: IO[str], url: str) -> None:
     """Take the lock; where its holder is dead, wait for the processes that it forked, which end soon after it."""
     waited_until = time.monotonic() + DEAD_SECONDS

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.callbacks import WeightAveraging
 from torch import Tensor, nn
 
 from lightning_recsys.callbacks import LeanCallback
@@ -25,9 +26,10 @@ from lightning_recsys.serving.dense import DensePart, export_apart
 from lightning_recsys.serving.encoders import encoder_of, warn_of_weights
 from lightning_recsys.serving.files import VersionFolder
 from lightning_recsys.serving.packing import RowFormat, check_row_format
+from lightning_recsys.serving.publishing.averages import Average, averaged_copy
 from lightning_recsys.serving.publishing.retention import check_counts
 from lightning_recsys.serving.publishing.snapshots import Backend, CopiedTables, backend_of, snapshot_of
-from lightning_recsys.serving.publishing.writer import Cut, Skeleton, VersionWriter
+from lightning_recsys.serving.publishing.writer import Cut, Skeleton, VersionWriter, counts_of
 
 DEFAULT_SECONDS = 60.0
 _AGREE_BATCHES = 16  # between two looks at rank 0's clock, where all processes publish together
@@ -178,9 +180,21 @@ class ModelPublisher(LeanCallback):
             now = trainer.strategy.broadcast(self._due if work is not None and work.is_busy else now)
         elif self._is_cut:
             return
-        if now != self._due:
-            self._due = now
+        if now == self._due:
+            return
+        self._due = now
+        if work is not None and not (work.is_exported or self._is_cut):
+            # The process that exports was killed, or the disk was full: another one tries. What would be cut now would
+            # have to wait for it, while the rows go on; the next version is cut.
+            work.export()
+        else:
             self._publish(trainer, batch_idx)
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Let a version be read before a callback swaps the rows of a model and those of its average."""
+        swaps = any(isinstance(x, WeightAveraging) for x in trainer.callbacks)  # type: ignore[attr-defined]
+        if self._work is not None and self._work.is_exported and swaps:
+            self._work.wait()
 
     def _collections(self) -> dict[str, EmbeddingBagCollection]:
         assert self._model is not None
@@ -206,9 +220,14 @@ class ModelPublisher(LeanCallback):
                 "examples": self._examples,
                 "examples_are": "estimated" if _is_free(trainer) else "counted",
             }
-            if gathered is None:
-                getattr(trainer.strategy, "show_weights", lambda: None)()
-            self._work.submit(self._model, collections, position, gathered)
+            average = averaged_copy(trainer, self.module)
+            weights = {
+                "replica": None if batch_idx is None else 0,  # at the end all replicas have become one
+                "replicas": getattr(trainer.strategy, "num_replicas", 1),
+                "average": None if average is None else average.name,
+            }
+            show = getattr(trainer.strategy, "show_weights", lambda: None)
+            self._work.submit(self._model, collections, position, weights, gathered, show=show, average=average)
 
     def _gather(self, trainer: pl.Trainer, collections: Mapping[str, EmbeddingBagCollection]) -> _Gathered | None:
         """The whole model on rank 0, where each process has a part: all stand still for it, as for a checkpoint.
@@ -302,12 +321,20 @@ class _Work:
         datamodule, num_dense, row_format = getattr(trainer, "datamodule", None), dense.shape[1], self._row_format
 
         def make() -> Skeleton:
-            export_apart(self._part, num_dense, self._program)
+            try:
+                export_apart(self._part, num_dense, self._program)
+            except RuntimeError as error:  # of the model, which is final; or of a machine that was short of something
+                log.warning("The dense part could not be exported, and is once more before the run ends: %s", error)
+                export_apart(self._part, num_dense, self._program)
             encoder = encoder_of(datamodule, self._part.features, num_dense)
             tables = {path: snapshot_of(configs, collections[path]) for path, configs in self._part.tables.items()}
             return Skeleton(self._program, encoder, num_dense, tables, row_format, self._part.buffer_names)
 
         self._make = make
+        self.export()
+
+    def export(self) -> None:
+        """Let the thread make what all versions have in common, in which an earlier attempt has failed."""
         self._tasks.put(self._prepared)
 
     def _prepared(self) -> Skeleton:
@@ -337,16 +364,33 @@ class _Work:
         model: nn.Module,
         collections: Mapping[str, EmbeddingBagCollection],
         position: Mapping[str, Any],
+        weights: Mapping[str, Any],
         gathered: _Gathered | None,
+        *,
+        show: Callable[[], object],
+        average: Average | None,
     ) -> None:
         """Copy the dense part, unless all was copied already, and let the thread do the rest."""
         taken = time.time()
         lag = {path: getattr(x.embedding_bags, "staleness", 0) for path, x in collections.items()}
-        dense, backends = (self._copy(model), _backends(collections)) if gathered is None else gathered
-        self._tasks.put(partial(self._write, Cut(dense, position, taken, backends, lag)))
+        dense: Mapping[str, Tensor]
+        backends: Mapping[str, Backend]
+        counters: Mapping[str, Backend]
+        if gathered is None:
+            counters = _backends(collections)
+            updates = counts_of(counters)  # before the dense part is looked at, which is no older then
+            show()
+            dense = self._copy(model, average)
+            backends = counters if average is None else _backends(average.collections)
+        else:
+            dense, backends = gathered
+            counters, updates = backends, counts_of(backends)
+        self._tasks.put(partial(self._write, Cut(dense, position, taken, backends, lag, counters, updates, weights)))
 
-    def _copy(self, model: nn.Module) -> dict[str, Tensor]:
+    def _copy(self, model: nn.Module, average: Average | None) -> dict[str, Tensor]:
         named = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+        if average is not None:
+            named |= average.tensors
         lacking = [name for name in self._part.names if name not in named]
         if lacking:
             raise ValueError(
@@ -376,14 +420,17 @@ class _Work:
             except PublisherReplacedError as error:
                 is_replaced = True
                 log.warning("This run publishes no more: %s", error)
-            except (
-                OSError,
-                PublishedVersionError,
-                FloatingPointError,
-            ) as error:  # a full disk, a bucket that is gone, a model that diverges: it may be well again
-                log.warning("A version was not published: %s. The last one still counts.", error)
             except BaseException as error:
-                self._error = error
+                # A full disk, a bucket that is gone, a model that diverges, an exporter that was killed: it may be well
+                # again. What no attempt can change is that the model, or its data, cannot be published at all.
+                if not isinstance(error, OSError if self._skeleton is None else Exception):
+                    self._error = error
+                    continue
+                expected = isinstance(error, OSError | PublishedVersionError | FloatingPointError)
+                what = str(error) if expected else f"{type(error).__name__}: {error}"
+                log.warning(
+                    "A version was not published: %s. The last one still counts, and the next one tries again.", what
+                )
             finally:
                 self._tasks.task_done()
 

@@ -13,7 +13,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -75,6 +75,9 @@ class Cut:
         backends: Where the rows of each collection are, by its path.
         lag: By how many updates of a worker a row may lack behind what that worker has, by collection; ``None`` where
             nothing bounds it.
+        counters: The backends that are trained, by collection: they count updates. Those of an averaged copy do not.
+        updates: The updates that each server of a collection had seen before the dense part was copied.
+        weights: For the manifest: which replica, and which average, the dense part is of.
     """
 
     dense: Mapping[str, Tensor]
@@ -82,6 +85,9 @@ class Cut:
     taken: float
     backends: Mapping[str, Backend]
     lag: Mapping[str, int | None]
+    counters: Mapping[str, Backend]
+    updates: Mapping[str, Sequence[int]]
+    weights: Mapping[str, Any] = field(default_factory=dict)
 
 
 class VersionWriter:
@@ -110,19 +116,18 @@ class VersionWriter:
         self._compact_share, self._max_increments = compact_share, max_increments
         folder.clear_leftovers()
         self._last = folder.current()
-        gone_back_to = None  # else it would go as the oldest of its run; so it is after a kill before a version counts
-        if self._last is not None and self._last.version < max(folder.versions(), default=0):
-            gone_back_to = self._last.version
-        self._retention = Retention(folder, run, keep=keep, keep_runs=keep_runs, gone_back_to=gone_back_to)
+        self._retention = Retention(folder, run, keep=keep, keep_runs=keep_runs)
         self._last_manifest: Manifest | None = None  # of this writer's latest version; without one a base comes next
         self._base_bytes = self._increment_bytes = 0
         # Numbers of the versions that the latest one builds on, from the base on; it is the last of them.
         self._numbers: list[int] = []
+        self._held: Link | None = None  # the version that counted in place of what was published, as last seen
 
     def publish(self, skeleton: Skeleton, cut: Cut) -> Manifest:
         """Write the next version and let it count; behind it, perhaps, a compaction as a version of its own.
 
-        Where it fails, nothing has changed for readers, and the next version is a base.
+        Where it fails, nothing has changed for readers, and the next version is a base. Where somebody has gone back to
+        another version, which counts until it is released, a warning says so.
 
         Raises:
             FloatingPointError: the model has diverged: no reader is to open that.
@@ -133,7 +138,7 @@ class VersionWriter:
         if before is not None and not self._is_as_left():
             before = None
         is_base = before is None or self._last is None
-        version, clock = self._next, _Clock(cut.taken)
+        version, clock = self._next, _Clock(cut)
         # 1. The files, the manifest last. Killed in here, the publisher leaves a folder without a whole manifest, which
         #    the next one removes.
         with self.folder.writing(version) as folder:
@@ -144,7 +149,7 @@ class VersionWriter:
             collections = []
             for number, (path, tables) in enumerate(skeleton.tables.items()):
                 read = cut.backends[path]
-                with clock.reading(path, read, tables, cut.lag[path]):
+                with clock.reading(path, tables):
                     rows = [files.write_table(f"{number}-{i}", x, read, is_base=is_base) for i, x in enumerate(tables)]
                 collections.append(Collection(path, tuple(rows)))
             manifest = Manifest(
@@ -170,7 +175,28 @@ class VersionWriter:
         self._retention.clear_old()
         if self._last == link:
             self._last_manifest = manifest
+        self._tell_of_hold(link)
         return manifest
+
+    def _tell_of_hold(self, link: Link) -> None:
+        """Warn, once for each, of another version that counts; whatever goes wrong in here, this one is published."""
+        url, before = self.folder.url, self._held
+        try:
+            self._held = self.folder.held()
+        except (OSError, PublishedVersionError) as error:
+            log.warning(
+                "Version %d of %s is published, and whether it counts cannot be told: %s", link.version, url, error
+            )
+            return
+        if self._held is not None and self._held not in (before, link):
+            log.warning(
+                "Version %d of %s counts, and not version %d, which is published now, nor those after it, until it is"
+                " released: lightning-recsys versions %s --release",
+                self._held.version,
+                url,
+                link.version,
+                url,
+            )
 
     @property
     def _next(self) -> int:
@@ -236,34 +262,45 @@ class VersionWriter:
 class _Clock:
     """How far the parts of a version lie apart."""
 
-    def __init__(self, taken: float) -> None:
-        self._taken = taken
+    def __init__(self, cut: Cut) -> None:
+        self._cut = cut
         self._parts: dict[str, Any] = {}
 
     @contextmanager
-    def reading(self, path: str, backend: Backend, tables: Sequence[TableSnapshot], lag: int | None) -> Iterator[None]:
+    def reading(self, path: str, tables: Sequence[TableSnapshot]) -> Iterator[None]:
         """The tables of a collection are read meanwhile."""
-        first, began = _steps(backend), time.time()
+        cut, began = self._cut, time.time()
+        first = _steps(cut.counters[path])
         yield
         self._parts[path] = {
-            "updates": [list(x) for x in zip(first, _steps(backend), strict=True)],  # of each server: from, to
-            "from_ms": round(1e3 * (began - self._taken), 3),
-            "to_ms": round(1e3 * (time.time() - self._taken), 3),
+            "dense_updates": list(cut.updates[path]),
+            "updates": [list(x) for x in zip(first, _steps(cut.counters[path]), strict=True)],  # of each server
+            "from_ms": round(1e3 * (began - cut.taken), 3),
+            "to_ms": round(1e3 * (time.time() - cut.taken), 3),
             "moving_rows": sum(table.moving for table in tables),
-            "lag_updates": lag,
+            "lag_updates": cut.lag[path],
         }
 
     def to_plain(self) -> dict[str, Any]:
-        """For the manifest; ``apart`` is the largest distance of any two parts."""
+        """For the manifest; ``apart`` is the distance between the oldest and the newest part.
+
+        The dense part is the oldest one: it is copied first, and the updates of each server are counted from there.
+        """
         parts = self._parts.values()
-        updates = [high - low for part in parts for low, high in part["updates"]]
+        updates = [
+            high - dense for x in parts for dense, (_, high) in zip(x["dense_updates"], x["updates"], strict=True)
+        ]
         milliseconds = [part["to_ms"] for part in parts]
         apart = {"updates": max(updates, default=0), "ms": max(milliseconds, default=0.0)}
-        return {"apart": apart, "collections": self._parts}
+        return {"apart": apart, "dense": dict(self._cut.weights), "collections": self._parts}
+
+
+def counts_of(backends: Mapping[str, Backend]) -> dict[str, list[int]]:
+    """The updates that each server of each collection has seen."""
+    return {path: _steps(backend) for path, backend in backends.items()}
 
 
 def _steps(backend: Backend) -> list[int]:
-    """The updates that each server of a collection has seen."""
     return [store.step for store in backend.stores] if isinstance(backend, StoreBackend) else [backend.step]
 
 

@@ -7,7 +7,7 @@ import sys
 import torch
 from published import TABLES, Trained
 
-from lightning_recsys.serving import ModelReader, reader
+from lightning_recsys.serving import ModelReader, reader, release, roll_back
 from lightning_recsys.serving.dense import load_program
 
 STEPS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.link", "os.truncate")
@@ -50,22 +50,15 @@ def kill_everywhere(folder, program, told):
     reader.load_program = lambda path: loaded  # which takes longer than all else
     options = {"keep": 1, "compact_share": 1e9, "max_increments": 2}
     trained = Trained(program, folder / "stores", url, **options)
-    step, base, outcomes, status = 0, 0, set(), signal.SIGKILL
+    step, outcomes, status = 0, set(), signal.SIGKILL
     while not os.WIFEXITED(status):
         step += 1
         trained.restart()
-        current, there, stay = trained.folder.current(), trained.folder.versions(), []
-        if current is not None and there[-1] > current.version:  # as after going back: what counts and its bases stay
-            stay = [version for version in there if base <= version <= current.version]
         for number in range(2):
             trained.train([10 + number])
             manifest = trained.publish()  # a base, then an increment
-        assert sorted(int(x.name) for x in (url / "versions").iterdir()) == [
-            *stay,
-            manifest.version - 1,
-            manifest.version,
-        ]
-        base, before = manifest.version - 1, rows(trained)
+        assert sorted(int(x.name) for x in (url / "versions").iterdir()) == [manifest.version - 1, manifest.version]
+        before = rows(trained)
         if (child := os.fork()) == 0:
             trained.train([20])
             kill_at(step, str(url))
@@ -77,5 +70,36 @@ def kill_everywhere(folder, program, told):
         assert same(published(opened), before if opened.version == manifest.version else rows(trained))
     assert os.WEXITSTATUS(status) == 0
     assert outcomes == {0, 1, 2}, outcomes
+    kill_going_back(trained)
     trained.close()
     told.send(step)
+
+
+def kill_going_back(trained):
+    """Kill whoever holds or releases a version at every step; a run publishes before and after."""
+    trained.restart(keep=100)
+    url, first = trained.folder.url, trained.publish().version
+    trained.publish()
+    for change, back in (
+        (lambda: roll_back(url, first), release),
+        (lambda: release(url), lambda _: roll_back(url, first)),
+    ):
+        step, status = 0, signal.SIGKILL
+        while not os.WIFEXITED(status):
+            step += 1
+            trained.restart()
+            back(url)
+            counted = ModelReader(url).version
+            if (child := os.fork()) == 0:
+                kill_at(step, url)
+                change()
+                os._exit(0)
+            _, status = os.waitpid(child, 0)
+            is_changed = ModelReader(url).version != counted  # a reader opens what counted before, or what is to count
+            latest, held = trained.publish().version, trained.folder.held()
+            assert ModelReader(url).version == (latest if held is None else first)
+        assert os.WEXITSTATUS(status) == 0
+        assert is_changed
+        assert step > 2
+    trained.restart()
+    assert not [name for name in os.listdir(url) if name.startswith(".held.json")]

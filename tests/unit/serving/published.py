@@ -13,7 +13,7 @@ from lightning_recsys.optim import RowSGD
 from lightning_recsys.serving.encoders import IdEncoder
 from lightning_recsys.serving.files import VersionFolder
 from lightning_recsys.serving.publishing.snapshots import backend_of, snapshot_of
-from lightning_recsys.serving.publishing.writer import Cut, Skeleton, VersionWriter
+from lightning_recsys.serving.publishing.writer import Cut, Skeleton, VersionWriter, counts_of
 from lightning_recsys.stores import DynamicRows, MappedStores, StoreBackend
 
 TABLES = (
@@ -97,9 +97,9 @@ class Trained:
     def publish(self):
         dense = {"weight": self.model.weight.detach().clone()}
         backends = {"embeddings": backend_of(self.model.embeddings)}
-        return self.writer.publish(
-            self.skeleton, Cut(dense, {"global_step": self.backend.step}, time.time(), backends, {"embeddings": 0})
-        )
+        position = {"global_step": self.backend.step}
+        cut = Cut(dense, position, time.time(), backends, {"embeddings": 0}, backends, counts_of(backends))
+        return self.writer.publish(self.skeleton, cut)
 
     def rows(self, table: str, ids: torch.Tensor) -> torch.Tensor:
         """As the stores have them."""

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -322,11 +323,98 @@ def test_requests_of_one_batch_when_some_cannot_be_scored_then_the_others_are(tm
 def test_server_when_its_settings_cannot_be_then_they_are_named(tmp_path):
     from lightning_recsys.serving.server import ScoringAPI, make_server
 
+    for name in ("stale_after", "max_rows"):
+        with pytest.raises(ValueError, match=f"{name} must be a whole number above 0, got 0"):
+            ScoringAPI(str(tmp_path), **{name: 0})
+    with pytest.raises(ValueError, match=r"max_bytes must be a whole number above 0, got 1\.5"):
+        make_server(ScoringAPI(str(tmp_path)), max_bytes=1.5)
     for seconds in (0, -1.0, float("nan")):
         with pytest.raises(ValueError, match=f"follow_seconds must be above 0, got {seconds}"):
             ScoringAPI(str(tmp_path), follow_seconds=seconds)
     with pytest.raises(ValueError, match="workers must be at least 1, got 0"):
         make_server(ScoringAPI(str(tmp_path)), workers=0)
+
+
+def health_of(folder, *, stale_after=3, stale_seconds=60.0):
+    """What `/health?stale=503` answers by the notes of workers."""
+    from fastapi import FastAPI
+
+    from lightning_recsys.serving.server import _add_routes
+
+    _add_routes(app := FastAPI(), folder, stale_after=stale_after, stale_seconds=stale_seconds)
+    (endpoint,) = [route.endpoint for route in app.routes if route.path == "/health"]
+
+    def ask():
+        answer = endpoint(stale=503)
+        return answer.status_code, json.loads(answer.body)
+
+    return ask
+
+
+@needs_litserve
+def test_health_when_workers_have_looked_at_different_times_then_the_one_that_has_not_for_longest_counts(tmp_path):
+    ask, now = health_of(tmp_path), time.time()
+    notes = {"1": (10, {}), "2": (50, {}), "3": (20, {"failures": 1, "error": "gone", "seen": now - 20})}
+    for worker, (ago, more) in notes.items():
+        note = {"version": 2, "created": now, "example": {}} | more
+        (tmp_path / f"{worker}.json").write_text(json.dumps(note))
+        os.utime(tmp_path / f"{worker}.json", (now - ago, now - ago))
+    status, health = ask()
+    assert (status, health["status"], health["last_error"]) == (200, "ok", "gone")
+    assert 50 <= health["stale_seconds"] < 60
+    os.utime(tmp_path / "2.json", (now - 70, now - 70))
+    assert ask()[0] == 503
+    opens = {"version": 2, "created": now, "example": {}, "failures": 0, "error": None, "seen": now - 70}
+    (tmp_path / "2.json").write_text(json.dumps(opens | {"opening": True}))
+    status, health = ask()
+    assert (status, health["workers"]) == (200, 3)
+    assert 20 <= health["stale_seconds"] < 30
+
+
+@needs_litserve
+def test_health_when_the_source_hangs_then_it_is_stale_and_not_while_a_version_is_opened(tmp_path, monkeypatch):
+    from lightning_recsys.serving.server import ScoringAPI
+
+    monkeypatch.setattr(export, "export_apart", dense._export)
+    model = LogisticRegression(2, {"a": 5})
+    export_model(model, tmp_path / "model", num_dense=2)
+    api, notes = ScoringAPI(str(tmp_path / "model"), follow_seconds=0.01), tmp_path / "notes"
+    notes.mkdir()
+    api.status_folder = str(notes)
+    api.setup("cpu")
+    ask, goes_on, reader = health_of(notes, stale_seconds=0.2), threading.Event(), api.reader
+
+    def wait_for(wanted):
+        deadline = time.monotonic() + 20
+        while not wanted():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+    def slow(call):
+        return lambda *arguments: goes_on.wait(20) and call(*arguments)
+
+    try:
+        wait_for(lambda: list(notes.glob("*.json")))
+        assert ask()[1]["status"] == "ok"
+        with monkeypatch.context() as patch:
+            patch.setattr(reader.folder, "counting", slow(reader.folder.counting))
+            wait_for(lambda: ask()[0] == 503)
+            assert ask()[1]["last_error"].startswith("a look for a new version has not ended for ")
+            goes_on.set()
+            wait_for(lambda: ask()[0] == 200)
+        goes_on.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(reader, "_open", slow(reader._open))
+            export_model(model, tmp_path / "model", num_dense=2)
+            wait_for(lambda: '"opening": true' in next(notes.glob("*.json")).read_text())
+            time.sleep(0.4)
+            assert ask()[1]["status"] == "ok"
+            goes_on.set()
+            wait_for(lambda: ask()[1]["version"] == 2)
+        wait_for(lambda: "opening" not in next(notes.glob("*.json")).read_text())
+    finally:
+        goes_on.set()
+        reader.close()
 
 
 RECIPE = os.path.join(os.path.dirname(__file__), "../../../recipes/serve.py")
@@ -358,7 +446,8 @@ def test_server_when_a_new_version_is_published_then_its_answer_changes(tmp_path
     monkeypatch.setattr(export, "export_apart", dense._export)
     model = LogisticRegression(2, {"a": 5})
     export_model(model, tmp_path / "model", num_dense=2)
-    server = start_server(tmp_path, f"port={port}", "follow_seconds=0.1")
+    limits = ("max_rows=10", "max_bytes=200000")
+    server = start_server(tmp_path, f"port={port}", "follow_seconds=0.1", "stale_after=2", *limits)
     try:
         deadline, example = time.monotonic() + 100, None
         while example is None:
@@ -384,9 +473,33 @@ def test_server_when_a_new_version_is_published_then_its_answer_changes(tmp_path
             assert "a request is a JSON object" in refused(port, body)[1]
         assert refused(port, b"[" * 100_000)[0] == 400
         assert refused(port, json.dumps(example).encode(), kind="text/plain")[0] == 422
-        health = ask(port, "/health")
+        assert refused(port, json.dumps({"rows": example["rows"] * 11}).encode())[1].startswith(
+            "a request has at most 10 rows, got 11: "
+        )
+        too_long = json.dumps({"rows": example["rows"], "more": "x" * 200_000}).encode()
+        assert refused(port, too_long)[0] == 413
+        assert "at most 200000 bytes" in refused(port, too_long)[1]
+        health = ask(port, "/health?stale=503")
         assert (health["status"], health["version"], health["workers"]) == ("ok", 2, 1)
         assert health["age_seconds"] >= 0
+        assert health["last_error"] is None
+        (tmp_path / "model").rename(tmp_path / "elsewhere")
+        while (health := ask(port, "/health"))["status"] == "ok":
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert (health["status"], health["version"]) == ("stale", 2)
+        assert health["stale_seconds"] > 0.1
+        assert "it is not there any more" in health["last_error"]
+        with pytest.raises(urllib.error.HTTPError) as unhealthy:
+            ask(port, "/health?stale=503")
+        assert unhealthy.value.code == 503
+        assert json.loads(unhealthy.value.read())["status"] == "stale"
+        assert ask(port, "/predict", example)["version"] == 2
+        assert "looks for a new version have failed in a row" in (tmp_path / "log").read_text()
+        (tmp_path / "elsewhere").rename(tmp_path / "model")
+        while ask(port, "/health")["status"] == "stale":
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
         os.kill(server.pid, signal.SIGTERM)  # to the one process that whoever started it knows
         server.wait(60)
         while is_group_alive(server.pid):

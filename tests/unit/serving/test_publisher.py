@@ -3,21 +3,27 @@
 import json
 import pickle
 import shutil
-from dataclasses import replace
+import sys
+import threading
+import time
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import pytest
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.callbacks import EMAWeightAveraging, StochasticWeightAveraging, WeightAveraging
 
 from lightning_recsys.data import SyntheticDataModule
 from lightning_recsys.embeddings import SparseFeatures
 from lightning_recsys.errors import PublishedVersionError, PublisherReplacedError
 from lightning_recsys.models import LogisticRegression
-from lightning_recsys.serving import ModelPublisher, ModelReader
+from lightning_recsys.serving import ModelPublisher, ModelReader, list_versions
+from lightning_recsys.serving import dense as serving_dense
 from lightning_recsys.serving.dense import DensePart, _export
 from lightning_recsys.serving.files import VersionFolder
 from lightning_recsys.serving.publishing import publisher
+from lightning_recsys.serving.publishing.writer import Cut, _Clock, counts_of
 from lightning_recsys.tasks import CTRTask
 
 
@@ -51,9 +57,9 @@ class Waits(pl.Callback):
         self.callback._work.wait()
 
 
-def fit(callback, task=None, *, waits=True, **options):
+def fit(callback, task=None, *, waits=True, callbacks=None, **options):
     task = task or CTRTask(model())
-    callbacks = [callback, Waits(callback)] if waits else [callback]
+    callbacks = callbacks or ([callback, Waits(callback)] if waits else [callback])
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "limit_val_batches": 0}
     options = {"max_epochs": 1, "enable_checkpointing": False, **options}
     trainer = pl.Trainer(accelerator="cpu", devices=1, callbacks=callbacks, **quiet, **options)
@@ -114,12 +120,30 @@ def test_publisher_when_another_one_is_there_then_it_says_so(exported, tmp_path)
 
 
 def test_model_when_it_cannot_be_exported_then_the_run_ends_with_what_torch_says(tmp_path, monkeypatch):
+    attempts = []
+
     def refuse(part, num_dense, target):
+        attempts.append(target)
         raise RuntimeError("data-dependent")
 
     monkeypatch.setattr(publisher, "export_apart", refuse)
     with pytest.raises(RuntimeError, match="data-dependent"):
         fit(ModelPublisher(tmp_path / "m"))
+    assert len(attempts) == 2
+
+
+def test_exporter_when_it_fails_once_then_the_next_attempt_counts(program, tmp_path, monkeypatch):
+    """As where memory is short for a moment, which Python says and the system does not."""
+    failures = iter([True, False])
+
+    def export(part, num_dense, target):
+        if next(failures):
+            raise RuntimeError("MemoryError")
+        shutil.copyfile(program, target)
+
+    monkeypatch.setattr(publisher, "export_apart", export)
+    fit(ModelPublisher(tmp_path / "m", every_n_steps=3))
+    assert positions(tmp_path / "m")[1] == ("base", 3, 96)
 
 
 @pytest.mark.parametrize(
@@ -150,7 +174,131 @@ def test_disk_when_full_while_the_dense_part_is_exported_then_it_is_exported_aga
 
     monkeypatch.setattr(publisher, "export_apart", export)
     fit(ModelPublisher(tmp_path / "m", every_n_steps=3))
-    assert positions(tmp_path / "m")[1] == ("base", 6, 192)
+    assert positions(tmp_path / "m")[1] == ("base", 9, 288)
+
+
+@pytest.mark.parametrize(
+    ("script", "cause"), [("kill -9 $$", "was ended by SIGKILL"), ("exec sleep 60", "0.3 seconds")]
+)
+def test_exporter_when_killed_or_slow_then_training_goes_on_and_another_one_exports(
+    program, tmp_path, monkeypatch, caplog, script, cause
+):
+    attempts, export_apart = [], publisher.export_apart
+    interpreter = tmp_path / "python"
+    interpreter.write_text(f"#!/bin/sh\n{script}\n")
+    interpreter.chmod(0o700)
+    monkeypatch.setattr(serving_dense, "_PATIENCE", 0.3)
+
+    def export(part, num_dense, target):
+        attempts.append(target)
+        if len(attempts) > 2:
+            return shutil.copyfile(program, target)
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "executable", str(interpreter))
+            return export_apart(part, num_dense, target)
+
+    monkeypatch.setattr(publisher, "export_apart", export)
+    fit(ModelPublisher(tmp_path / "m", every_n_steps=3))
+    assert len(attempts) == 3
+    assert [record.levelname for record in caplog.records if cause in record.message] == ["WARNING"] * 2
+    assert positions(tmp_path / "m") == {1: ("base", 9, 288), 2: ("increment", 10, 320)}
+
+
+class Holds(pl.Callback):
+    """Lets the version that was cut at step 3 be read at step 7."""
+
+    def __init__(self, callback):
+        self.callback, self.goes_on = callback, threading.Event()
+
+    def on_train_batch_end(self, trainer, *_):
+        if trainer.global_step == 1:
+            self.callback._work.wait()
+        if trainer.global_step == 7:
+            self.goes_on.set()
+        if trainer.global_step >= 7:
+            self.callback._work.wait()
+
+
+def test_version_when_rows_are_read_after_the_dense_part_then_the_manifest_says_by_how_many_updates(
+    exported, tmp_path, monkeypatch
+):
+    callback, publish = ModelPublisher(tmp_path / "m", every_n_steps=3), publisher.VersionWriter.publish
+    holds = Holds(callback)
+
+    def late(self, skeleton, cut):
+        assert holds.goes_on.wait(60)
+        return publish(self, skeleton, cut)
+
+    monkeypatch.setattr(publisher.VersionWriter, "publish", late)
+    fit(callback, waits=False, callbacks=[callback, holds])
+    (first, *_), position = list_versions(tmp_path / "m")[1], "global_step"
+    assert (first.position[position], first.cut["apart"]["updates"]) == (3, 7 - 3)
+    assert first.cut["collections"]["first_order.embeddings"]["updates"] == [[7, 7]]
+
+
+def test_distance_when_collections_lag_differently_then_it_is_that_of_the_part_that_is_furthest():
+    """The dense part is copied, one collection is read soon after it, and another one 8 updates later."""
+
+    @dataclass
+    class Counter:
+        step: int
+
+    counters = {"soon": Counter(30), "later": Counter(5)}
+    cut = Cut({}, {}, time.time(), counters, {"soon": 0, "later": 7}, counters, counts_of(counters))
+    clock = _Clock(cut)
+    for path, (before, meanwhile) in {"soon": (0, 1), "later": (2, 6)}.items():
+        counters[path].step += before
+        with clock.reading(path, []):
+            counters[path].step += meanwhile
+    found = clock.to_plain()
+    assert found["apart"]["updates"] == 8
+    assert found["apart"]["ms"] == found["collections"]["later"]["to_ms"]
+    updates = {path: (x["dense_updates"], x["updates"], x["lag_updates"]) for path, x in found["collections"].items()}
+    assert updates == {"soon": ([30], [[30, 31]], 0), "later": ([5], [[7, 13]], 7)}
+
+
+@pytest.mark.parametrize("kind", ["mean", "exponential", "stochastic"])
+def test_callback_when_it_averages_weights_then_its_average_is_published(exported, tmp_path, kind):
+    averaging = {
+        "mean": lambda: WeightAveraging(),
+        "exponential": lambda: EMAWeightAveraging(decay=0.5),
+        "stochastic": lambda: StochasticWeightAveraging(0.01, 2),
+    }[kind]()
+    callback, raw = ModelPublisher(tmp_path / "m", every_n_steps=4, keep=100, compact_share=100), []
+
+    class Notes(pl.Callback):
+        def on_train_batch_end(self, trainer, pl_module, *_):
+            raw.append({name: x.detach().clone() for name, x in pl_module.model.named_parameters()})
+
+    fit(callback, waits=False, callbacks=[Notes(), averaging, callback, Waits(callback)], max_epochs=3)
+    manifests = list_versions(tmp_path / "m")[1]
+    for manifest in manifests:
+        step, model = manifest.position["global_step"], ModelReader(tmp_path / "m", version=manifest.version).model
+        name = {
+            "mean": "WeightAveraging",
+            "exponential": "EMAWeightAveraging",
+            "stochastic": "StochasticWeightAveraging",
+        }
+        started = kind != "stochastic" or step > 10  # whose average begins with the second epoch
+        assert manifest.cut["dense"]["average"] == (name[kind] if started else None)
+        for path in ("first_order.bias", "first_order.embeddings.embedding_bags.rows"):
+            seen = [x[path] for x in raw]
+            if kind == "mean":
+                expected = torch.stack(seen[:step]).mean(0)
+            elif kind == "exponential":
+                expected = seen[0]
+                for x in seen[1:step]:
+                    expected = 0.5 * expected + 0.5 * x
+            else:  # at the start of the second epoch, and of the third
+                points = [seen[9], seen[19]][: 0 if step <= 10 else 1 if step <= 20 else 2]
+                expected = torch.stack(points).mean(0) if points else seen[step - 1]
+            found = model.weights.get(path)
+            if found is None:
+                tables = [
+                    model.rows_of("first_order.embeddings", t, torch.arange(n)) for t, n in (("c0", 60), ("c1", 9))
+                ]
+                found = torch.cat(tables)
+            assert torch.allclose(found, expected, atol=1e-6), (path, step)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import io
 import json
 import os
 import resource
@@ -17,7 +18,7 @@ import torch
 from published import Sums, Trained, save_program
 
 from lightning_recsys.errors import PublishedVersionError, PublisherReplacedError
-from lightning_recsys.serving import ModelReader, dense, roll_back
+from lightning_recsys.serving import ModelReader, dense, release, roll_back
 from lightning_recsys.serving.cli import main
 from lightning_recsys.serving.dense import DensePart, export_apart
 from lightning_recsys.serving.files import VersionFolder
@@ -46,6 +47,14 @@ def bucket(monkeypatch):
         monkeypatch.setattr(claims, f"{name}_SECONDS", seconds)
     files = fsspec.filesystem("memory")
     files.makedirs("faults", exist_ok=True)
+    own = files._open
+
+    def open_apart(path, mode="rb", **options):
+        """Two readers of a file have a place each in it; fsspec's share one, which no bucket's do."""
+        found = own(path, mode, **options)
+        return io.BytesIO(found.getvalue()) if mode == "rb" else found
+
+    monkeypatch.setattr(files, "_open", open_apart)
     yield files
     monkeypatch.undo()  # what a test has replaced of it
     files.rm("faults", recursive=True)
@@ -173,17 +182,163 @@ def test_remote_folder_when_increments_are_compacted_then_the_cache_of_readers_h
         trained.close()
 
 
-def test_version_when_gone_back_to_then_it_stays_while_the_run_goes_on(trained, tmp_path):
-    for step in range(5):
-        trained.train([step])
+def go_back_to_the_oldest(folder):
+    """Or to the oldest one after it, where it has just been removed; its number."""
+    while True:
+        try:
+            return roll_back(folder.url, folder.versions()[0]).version
+        except PublishedVersionError:
+            assert folder.held() is None
+
+
+@pytest.mark.parametrize("url", ["local", URL])
+def test_version_when_gone_back_to_while_a_run_publishes_then_it_counts_until_it_is_released(
+    program, tmp_path, bucket, url
+):
+    url = str(tmp_path / "model") if url == "local" else url
+    trained = Trained(program, tmp_path / "stores", url, keep=2, max_increments=2)
+    others, ended, failed = Trained(program, tmp_path / "others", url, run="1" * 32), threading.Event(), []
+    turn = threading.Lock()  # of the publisher; a reader that opens the latest version would not keep up with it
+    others.publish()  # version 1, of a run long past
+    others.close()
+
+    def publish():
+        with trained.folder.locked("run 0"):
+            trained.restart(keep_runs=1)
+            while not ended.wait(0.001):
+                with turn:
+                    trained.train([3])
+                    trained.publish()
+
+    def run():
+        try:
+            publish()
+        except BaseException as error:
+            failed.append(error)
+
+    def wait_for(count):
+        """Until so many more versions are published."""
+        wanted = trained.folder.current().version + count
+        while trained.folder.current().version < wanted:
+            assert not failed, failed
+
+    roll_back(url, 1)
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        wait_for(6)
+        assert ModelReader(url, cache=tmp_path / "cache").version == 1
+        for _ in range(3):
+            with turn:
+                assert release(url) is not None
+                reader = ModelReader(url, cache=tmp_path / "cache")
+            assert reader.version > 1
+            back = go_back_to_the_oldest(trained.folder)
+            wait_for(6)
+            reader.refresh()
+            assert reader.version == ModelReader(url, cache=tmp_path / "cache").version == back
+            assert trained.folder.versions()[0] <= back < trained.folder.versions()[-1] - 4
+    finally:
+        ended.set()
+        thread.join()
+        release(url)
+        some = torch.arange(50)
+        rows, expected = (
+            ModelReader(url, cache=tmp_path / "cache").model.rows_of("embeddings", "a", some),
+            trained.rows("a", some),
+        )
+        trained.close()
+    assert not failed, failed
+    assert torch.equal(rows, expected)
+    assert release(url) is None
+
+
+def warnings_of(caplog):
+    found = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    caplog.clear()
+    return found
+
+
+def test_publisher_when_another_version_is_held_then_it_says_so_once_for_each(trained, tmp_path, caplog):
+    url = tmp_path / "model"
+    trained.publish()
+    trained.publish()
+    assert warnings_of(caplog) == []
+    roll_back(url, 1)
+    trained.publish()
+    assert warnings_of(caplog) == [
+        f"Version 1 of {url} counts, and not version 3, which is published now, nor those after it, until it is"
+        f" released: lightning-recsys versions {url} --release"
+    ]
+    trained.publish()
+    assert warnings_of(caplog) == []
+    roll_back(url, 2)
+    trained.publish()
+    (warning,) = warnings_of(caplog)
+    assert warning.startswith(f"Version 2 of {url} counts, and not version 5")
+    release(url)
+    trained.publish()
+    assert warnings_of(caplog) == []
+
+
+def test_publisher_when_the_hold_cannot_be_read_then_the_version_is_published_and_the_next_is_an_increment(
+    trained, tmp_path, caplog
+):
+    trained.publish()
+    (tmp_path / "model" / "held.json").write_bytes(b"{")
+    for version in (2, 3):
+        manifest = trained.publish()
+        assert (manifest.version, manifest.kind, trained.folder.current().version) == (version, "increment", version)
+        old, told = warnings_of(caplog)
+        assert old.startswith("Versions that are too old stay for now: ")
+        assert told.startswith(f"Version {version} of {tmp_path / 'model'} is published, and whether it counts cannot")
+        assert "/held.json: is damaged: " in old
+        assert "/held.json: is damaged: " in told
+
+
+@pytest.mark.parametrize("name", ["held", "versions", "remove"])
+def test_remote_publisher_when_the_network_fails_behind_a_version_then_that_one_is_published(
+    program, tmp_path, bucket, monkeypatch, caplog, name
+):
+    trained = Trained(program, tmp_path / "stores", URL, keep=1)
+    try:
         trained.publish()
-    roll_back(tmp_path / "model", 3)
-    trained.restart(keep=2)
-    for step in range(3):
-        trained.train([step])
+        trained.restart()
         trained.publish()
-    assert trained.folder.versions() == [1, 2, 3, 6, 7, 8]
-    assert roll_back(tmp_path / "model", 3).version == 3
+        set_current = trained.folder.set_current
+
+        def fail(*_):
+            raise OSError("gateway")
+
+        def published(link):
+            set_current(link)
+            monkeypatch.setattr(trained.folder, name, fail)
+
+        monkeypatch.setattr(trained.folder, "set_current", published)
+        trained.restart()
+        manifest = trained.publish()
+        assert (manifest.version, trained.folder.current().version) == (3, 3)
+        assert trained.writer._last_manifest == manifest
+        assert any("gateway" in warning for warning in warnings_of(caplog))
+    finally:
+        trained.close()
+
+
+def test_remote_version_when_removed_while_somebody_goes_back_to_it_then_what_counted_counts_on(
+    program, tmp_path, bucket, monkeypatch
+):
+    trained = Trained(program, tmp_path / "stores", URL)
+    try:
+        for _ in range(3):
+            trained.publish()
+        roll_back(URL, 2)
+        remove = trained.folder.remove  # of a publisher that has not seen the hold
+        monkeypatch.setattr(claims.time, "sleep", lambda seconds: remove(1))
+        with pytest.raises(PublishedVersionError, match="versions/1: its manifest is missing"):
+            roll_back(URL, 1)
+        assert trained.folder.counting().version == 2
+    finally:
+        trained.close()
 
 
 class CountedFile:
@@ -402,3 +557,37 @@ def test_going_back_when_the_folder_is_not_there_then_it_is_not_made(tmp_path, c
     assert main([str(tmp_path / "mistyped"), "--roll-back", "3"]) == 1
     assert "mistyped: nothing was published there" in capsys.readouterr().err
     assert not (tmp_path / "mistyped").exists()
+
+
+def test_folder_when_its_versions_are_a_link_then_it_is_refused_before_anything_is_published(program, tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "versions").symlink_to(tmp_path / "elsewhere")
+    folder = VersionFolder(tmp_path / "model")
+    with pytest.raises(ValueError, match=r"model/versions is a link, .*publish into the folder above .*elsewhere"):
+        folder.locked("run 1").__enter__()
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
+def test_follower_when_its_source_is_gone_then_it_warns_after_some_looks_and_once(trained, tmp_path, caplog):
+    trained.publish()
+    looks, failed, well = [], threading.Event(), threading.Event()
+
+    def looked(look):
+        looks.append(look)
+        if look.failures == 6:
+            failed.set()
+        if failed.is_set() and not look.failures:
+            well.set()
+
+    with ModelReader(tmp_path / "model") as reader:
+        (tmp_path / "model").rename(tmp_path / "elsewhere")
+        reader.follow(0.001, warn_after=4, looked=looked)
+        assert failed.wait(30)
+        assert [x.failures for x in looks[:6]] == [1, 2, 3, 4, 5, 6]
+        assert len({x.seen for x in looks[:6]}) == 1
+        assert "current.json: it is not there any more" in looks[5].error
+        assert [x.message[:7] for x in caplog.records if x.levelname == "WARNING"] == ["4 looks"]
+        assert reader.version == 1
+        (tmp_path / "elsewhere").rename(tmp_path / "model")
+        assert well.wait(30)

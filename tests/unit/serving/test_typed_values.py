@@ -1,0 +1,193 @@
+"""A value that training read from a typed column has the same id in a request, whichever way a client writes it."""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+from decimal import Decimal
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from lightning_recsys.data import TabularDataModule
+from lightning_recsys.data.preparation.encoding import Encoding
+from lightning_recsys.data.tables.schema import Schema
+from lightning_recsys.serving.encoders import SchemaEncoder, encoder_from
+
+BERLIN = dt.timezone(dt.timedelta(hours=1))
+NOON = dt.datetime(2026, 1, 31, 12)
+LATER = dt.datetime(2026, 1, 31, 12, 0, 0, 120_000)
+NARROW = pa.array([0.1, 3.0, 1e-7, 0.3], pa.float32())
+# Type of a Parquet column -> values of it, as PyArrow takes them.
+COLUMNS = {
+    pa.bool_(): [True, False],
+    pa.int8(): [-7, 3],
+    pa.int64(): [-(2**63), 2**63 - 1],
+    pa.uint64(): [2**63 + 5, 2**64 - 1, 7],
+    pa.float16(): [0.5, 3.0],
+    pa.float32(): NARROW.to_pylist(),
+    pa.float64(): [0.1, 3.0, 1e-7, 1e300],
+    pa.decimal128(10, 2): [Decimal("1.50"), Decimal("3.00"), Decimal("-0.25")],
+    pa.decimal128(38, 9): [Decimal("1.5"), Decimal("0.000000125"), Decimal("123456789012345678901.5")],
+    pa.decimal256(50, 20): [Decimal("1.5"), Decimal(7)],
+    pa.string(): ["a", "3.0"],
+    pa.large_string(): ["a", "3.0"],
+    pa.binary(): [b"a", b"3.0"],
+    pa.dictionary(pa.int32(), pa.string()): ["a", "b"],
+    pa.date32(): [dt.date(2026, 1, 31)],
+    pa.date64(): [dt.date(2026, 1, 31)],
+    pa.time64("us"): [dt.time(12), dt.time(12, 0, 1, 500_000)],
+    **{pa.timestamp(unit): [NOON, LATER] if unit != "s" else [NOON] for unit in ("s", "ms", "us", "ns")},
+    pa.timestamp("ms", tz="Europe/Berlin"): [NOON.replace(tzinfo=BERLIN), LATER.replace(tzinfo=dt.UTC)],
+}
+
+
+def ways(value, kind: pa.DataType) -> list[object]:
+    """How clients write a value: as Python has it, as a word, and as JSON does either."""
+    if isinstance(value, bool):
+        return [value, int(value), str(value), str(value).lower(), str(int(value))]
+    found = [value.decode() if isinstance(value, bytes) else value]
+    if isinstance(value, dt.datetime):
+        found += [value.isoformat(), str(value)]
+        found += [value.astimezone(dt.UTC).isoformat().replace("+00:00", "Z")] if value.tzinfo == dt.UTC else []
+    elif isinstance(value, Decimal):
+        found += [value.normalize(), *([float(value)] if len(str(value)) < 15 else [])]
+        found += [f"{value.normalize():f}"] if abs(value) > 1e-6 else []
+    elif isinstance(value, float):
+        found += [pa.scalar(value, kind).as_py()]  # 0.1 in 32 bits is 0.10000000149011612 in 64
+        found += [round(value, 7)] if kind == pa.float32() else []
+        found += [int(value)] if value.is_integer() and value < 1e15 else []
+    elif not isinstance(value, str):
+        found += [str(found[0])]
+    return found + [json.loads(json.dumps(way, default=str)) for way in found if not isinstance(way, Decimal)]
+
+
+@pytest.mark.parametrize("feature", ["categorical", "multi_valued"])
+def test_typed_values_when_a_request_has_them_then_their_ids_are_those_of_training(tmp_path, feature):
+    columns = {"click": pa.array([0, 1] * 2)}
+    for kind, values in COLUMNS.items():
+        column = pa.array((values * 4)[:4], kind)
+        if feature == "multi_valued":
+            column = pa.ListArray.from_arrays(pa.array(range(5), pa.int32()), column)
+        columns[str(kind)] = column
+    pq.write_table(pa.table(columns), tmp_path / "rows.parquet")
+    names = list(columns)[1:]
+    schema = {"files": "rows.parquet", "label": "click", feature: names, "split": {"validation": 0, "test": 0}}
+    data = TabularDataModule(schema=schema, root=tmp_path, cache=tmp_path / "cache")
+    data.setup()
+    trained = data.rows("train").take(torch.arange(4)).sparse
+    encoder = SchemaEncoder(data.schema, data.encoding)
+    empty = dict.fromkeys(names)
+    wrong = {}
+    for name, (kind, values) in zip(names, COLUMNS.items(), strict=True):
+        ids = trained.select((name.replace(".", "_"),)).values.tolist()[: len(values)]
+        assert len(set(ids)) == len(values), name
+        assert min(ids) >= 2
+        asked = [(way, number) for value, number in zip(values, ids, strict=True) for way in ways(value, kind)]
+        requests = [{**empty, name: way if feature == "categorical" else [way]} for way, _ in asked]
+        alone = [encoder.encode([request])[1].select((name,)).values.item() for request in requests]
+        together = encoder.encode(requests)[1].select((name,)).values.tolist()
+        wrong |= {
+            (name, repr(way)): (number, *found)
+            for (way, number), *found in zip(asked, alone, together, strict=True)
+            if {number} != {*found}
+        }
+    assert wrong == {}
+
+
+@pytest.mark.parametrize("written", [(True, False), ("true", "false"), ("True", "False"), (1, 0)])
+def test_true_and_false_when_hashed_or_crossed_then_ids_do_not_depend_on_how_they_are_written(tmp_path, written):
+    columns = {"click": [0, 1] * 4, "truth": list(written) * 4, "other": ["a", "a", "b", "b"] * 2}
+    pq.write_table(pa.table(columns), tmp_path / "rows.parquet")
+    features = {"hashed": {"column": "truth", "hash_buckets": 1000}, "crossed": {"cross": ["truth", "other"]}}
+    schema = {"files": "rows.parquet", "label": "click", "categorical": {"truth": {}, "other": {}, **features}}
+    schema["split"] = {"validation": 0, "test": 0}
+    data = TabularDataModule(schema=schema, root=tmp_path, cache=tmp_path / "cache")
+    data.setup()
+    trained = data.rows("train").take(torch.arange(8)).sparse.select(tuple(features))
+    encoder = SchemaEncoder(data.schema, data.encoding)
+    for true, false in [(True, False), ("true", "false"), ("True", "False"), (1, 0), (1.0, 0.0), ("1", "0")]:
+        words = [{"truth": (true, false)[place % 2], "other": columns["other"][place]} for place in range(8)]
+        asked = encoder.encode(words)[1].select(tuple(features))
+        assert asked.values.tolist() == trained.values.tolist(), (true, false)
+
+
+ZONES = [NOON.replace(tzinfo=BERLIN), LATER.replace(tzinfo=dt.UTC)]
+# Type of a Parquet column -> its values, and what the vocabulary of a version before called them.
+EARLIER = {
+    pa.bool_(): ([True, False], ["true", "false"]),
+    pa.decimal128(10, 2): ([Decimal("1.50"), Decimal("100.10")], ["1.50", "100.10"]),
+    pa.decimal128(10, 1): ([Decimal("1.5"), Decimal("3.0")], ["1.5", "3"]),
+    pa.decimal128(38, 9): (
+        [Decimal("0.000000125"), Decimal("123456789012345678901.5")],
+        ["1.25E-7", "123456789012345678901.500000000"],
+    ),
+    pa.float32(): ([0.5, 3.0], ["0.5", "3"]),
+    pa.float64(): ([pa.scalar(0.1, pa.float32()).as_py(), 1e300], ["0.10000000149011612", "1e+300"]),
+    pa.time64("us"): ([dt.time(12), dt.time(12, 0, 1, 500_000)], ["12:00:00.000000", "12:00:01.500000"]),
+    pa.timestamp("ms"): ([NOON, LATER], ["2026-01-31 12:00:00.000", "2026-01-31 12:00:00.120"]),
+    pa.timestamp("ns"): ([NOON, LATER], ["2026-01-31 12:00:00.000000000", "2026-01-31 12:00:00.120000000"]),
+    pa.timestamp("us", tz="Europe/Berlin"): (
+        ZONES,
+        ["2026-01-31 12:00:00.000000+0100", "2026-01-31 13:00:00.120000+0100"],
+    ),
+    pa.timestamp("ns", tz="Europe/Berlin"): (
+        ZONES,
+        ["2026-01-31 12:00:00.000000000+0100", "2026-01-31 13:00:00.120000000+0100"],
+    ),
+    pa.string(): (["2026-01-31T12:00:00+01:00", "1.50"], ["2026-01-31T12:00:00+01:00", "1.50"]),
+    pa.large_string(): (["1.50", "3.00"], ["1.50", "3.00"]),  # a text keeps its name, which looks like a decimal's
+    pa.binary(): ([b"True", b"plain"], ["True", "plain"]),
+}
+CROSSED = ["true\x1f1.50\x1f2026-01-31 12:00:00.000", "false\x1f100.10\x1f2026-01-31 12:00:00.120"]
+
+
+def test_vocabularies_when_an_earlier_version_wrote_them_then_typed_values_have_the_ids_that_were_trained(tmp_path):
+    """In new rows, in requests, and after the checkpoint was written once more."""
+    kinds = {str(kind): kind for kind in EARLIER}
+    columns = {name: pa.array(EARLIER[kind][0], kind) for name, kind in kinds.items()}
+    pq.write_table(pa.table({"click": [0, 1], **columns}), tmp_path / "rows.parquet")
+    cross = ["bool", "decimal128(10, 2)", "timestamp[ms]"]
+    categorical = {**{name: {} for name in kinds}, "crossed": {"cross": cross}}
+    schema = {"files": "rows.parquet", "label": "click", "categorical": categorical}
+    schema["split"] = {"validation": 0, "test": 0}
+    words = {**{name: pa.array(EARLIER[kind][1]) for name, kind in kinds.items()}, "crossed": pa.array(CROSSED)}
+    parsed = Schema.from_dict(schema)
+    state = Encoding(parsed, vocabularies=words, statistics={}).state_dict()
+    present = Encoding.from_state_dict(parsed, state)
+    del state["format"]  # as it was then
+    assert Encoding.from_state_dict(parsed, state) != present
+    state = Encoding.from_state_dict(parsed, state).state_dict()
+    data = TabularDataModule(schema=schema, root=tmp_path, cache=tmp_path / "cache")
+    data.load_state_dict({"encoder": state})
+    trained = data.rows("train").take(torch.arange(2)).sparse
+    ids = {name: trained.select((name,)).values.tolist() for name in trained.keys}
+    assert ids == {name: [2, 3] for name in trained.keys}
+    plain, tensors = SchemaEncoder(data.schema, data.encoding).to_files()
+    requests = [{name: EARLIER[kind][0][row] for name, kind in kinds.items()} for row in range(2)]
+    for files in (plain, {key: value for key, value in plain.items() if key != "format"}):
+        asked = encoder_from(files, tensors).encode(requests)[1]
+        assert asked.values.tolist() == trained.values.tolist()
+
+
+def test_vocabularies_when_a_later_version_wrote_them_then_are_refused():
+    schema = Schema.from_dict({"files": "a.csv", "label": "click", "categorical": ["user"]})
+    state = Encoding(schema, vocabularies={"user": pa.array(["a"])}, statistics={}).state_dict()
+    with pytest.raises(ValueError, match=r"vocabularies of format 99, which a later version .* up to 2"):
+        Encoding.from_state_dict(schema, state | {"format": 99})
+
+
+@pytest.mark.parametrize("mark", ["|", "u", "#"])
+def test_encoder_when_the_schema_leaves_out_lines_at_the_top_then_requests_have_none(mark):
+    """Versions that were published before have marks that are none any more."""
+    schema = Schema.from_dict(
+        {"files": "a.csv", "label": "click", "categorical": ["user"], "comment": "#", "skip_lines": 2}
+    )
+    encoding = Encoding(schema, vocabularies={"user": pa.array(["ann"])}, statistics={})
+    plain, tensors = SchemaEncoder(schema, encoding).to_files()
+    assert "comment" not in plain["schema"]
+    assert "skip_lines" not in plain["schema"]
+    before = plain | {"schema": f"comment: '{mark}'\nskip_lines: 2\n{plain['schema']}"}
+    assert encoder_from(before, tensors).encode([{"user": "ann"}])[1].values.tolist() == [2]
