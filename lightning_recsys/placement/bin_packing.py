@@ -17,7 +17,7 @@ PlacementMethod = Literal["round_robin", "size", "profiled"]
 
 
 def rows_in_stripe(num_rows: int, stripe: int, num_stripes: int) -> int:
-    """How many of a table's rows are in a stripe, to which every ``num_stripes``-th of them belongs.
+    """The number of a table's rows in a stripe, to which every ``num_stripes``-th of them belongs.
 
     >>> [rows_in_stripe(2**64 - 1, stripe, 3) == (2**64 - 1) // 3 for stripe in range(3)]
     [True, True, True]
@@ -59,7 +59,7 @@ class TableCost:
             raise ValueError(f"table {self.table!r}: cost must be finite and at least 0, got {self.cost}.")
 
     def share(self, stripe: int, num_stripes: int) -> float:
-        """How much of the table's cost a stripe has."""
+        """The part of the table's cost that a stripe has."""
         if self.seen is None or not self.seen.size:
             return rows_in_stripe(self.num_rows, stripe, num_stripes) / self.num_rows
         return float(np.count_nonzero(self.seen.view(np.uint64) % np.uint64(num_stripes) == stripe) / self.seen.size)
@@ -97,7 +97,7 @@ class TablePart:
 
 @dataclass(frozen=True)
 class Room:
-    """How much a server has for rows.
+    """The room that a server has for rows.
 
     Args:
         place: Of the file system that its files are in. What several servers of one place have is one room.
@@ -110,7 +110,7 @@ class Room:
 
 @dataclass(frozen=True)
 class PlacementPlan:
-    """Where every row of every table is. ``print`` shows it as a table.
+    """The place of every row of every table. ``print`` shows it as a table.
 
     Args:
         method: The method by which the plan was made.
@@ -156,6 +156,7 @@ def place_tables(
     *,
     method: PlacementMethod = "profiled",
     rooms: Sequence[Room] | None = None,
+    beside: PlacementPlan | None = None,
 ) -> PlacementPlan:
     r"""Spread tables over servers.
 
@@ -171,6 +172,7 @@ def place_tables(
         num_servers: Number of servers.
         method: How to place them: ``round_robin``, ``size`` or ``profiled``.
         rooms: Room that each server has for rows; by default each has enough.
+        beside: Where tables are already that are not to move, by the same method; the plan has these as well.
 
     Raises:
         NoRoomError: a table is larger than what all servers have, or a part of it than what any server has left.
@@ -190,22 +192,24 @@ def place_tables(
     """
     _check(tables, num_servers, method)
     free = _Free(rooms, num_servers)
+    there = () if beside is None else beside.parts
     if method == "round_robin":
         placed = [_part(table, 0, 1, float(table.num_rows * table.row_bytes)) for table in tables]
         dealt = [
             free.take(table, part, [i % num_servers])
-            for i, (table, part) in enumerate(zip(tables, placed, strict=True))
+            for i, (table, part) in enumerate(zip(tables, placed, strict=True), start=len(there))
         ]
-        return PlacementPlan(method, num_servers, tuple(dealt))
+        return PlacementPlan(method, num_servers, (*there, *dealt))
     weights = [_weight(table, method) for table in tables]
-    fair_share = sum(weights) / num_servers
+    fair_share = (sum(weights) + sum(part.cost for part in there)) / num_servers
     parts: list[tuple[TableCost, TablePart]] = []
     for table, weight in zip(tables, weights, strict=True):
         num_parts = math.ceil(weight / fair_share * (1 - 1e-9)) if fair_share else 1  # 1e-9: a share of exactly 1
         num_parts = min(max(num_parts, free.fewest_parts(table)), table.num_rows)
         shares = [table.share(i, num_parts) if method == "profiled" else None for i in range(num_parts)]
         parts += [(table, _part(table, i, num_parts, weight, share)) for i, share in enumerate(shares)]
-    return PlacementPlan(method, num_servers, tuple(_merge(_longest_first(parts, free))), _unit(tables, method))
+    placed = _merge(_longest_first(parts, free, there))
+    return PlacementPlan(method, num_servers, (*there, *placed), _unit(tables, method))
 
 
 def chunk_evenly(size: int, num_chunks: int) -> list[tuple[int, int]]:
@@ -311,9 +315,14 @@ class _Free:
         return NoRoomError(f"{table.collection}.{table.table}", needed, remaining, available)
 
 
-def _longest_first(parts: list[tuple[TableCost, TablePart]], free: _Free) -> list[TablePart]:
+def _longest_first(
+    parts: list[tuple[TableCost, TablePart]], free: _Free, there: Sequence[TablePart]
+) -> list[TablePart]:
     """LPT; returns the parts in their order. Bytes break ties, for tables that cost nothing weigh something."""
     loads = {server: (0.0, 0, server) for server in free.servers}
+    for part in there:
+        cost, num_bytes, server = loads[part.server]
+        loads[part.server] = (cost + part.cost, num_bytes + part.num_bytes, server)
     placed: list[tuple[int, TablePart]] = []
     for i, (table, part) in sorted(enumerate(parts), key=lambda item: (-item[1][1].cost, -item[1][1].num_bytes)):
         own = free.take(table, part, sorted(free.servers, key=loads.__getitem__))

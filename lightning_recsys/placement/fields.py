@@ -50,7 +50,7 @@ class FieldPlan:
 
     @property
     def imbalance(self) -> tuple[float, float]:
-        """Of bytes and of lookups, the largest process's over the mean: 1 is perfect."""
+        """The largest process's bytes and lookups, each over the mean: 1 is perfect."""
         loads = [_loads(costs) for costs in self.processes]
         return _imbalance([load[0] for load in loads]), _imbalance([load[1] for load in loads])
 

@@ -155,5 +155,10 @@ class GroupMachines:
         return memory if isinstance(memory, tuple) else (memory,) * self.num_servers
 
     def state_bytes(self, operator: Operator) -> int:
-        """Bytes of an operator on a server whatever the nets do: weights, their gradient, the optimizer's state."""
-        return operator.weight_bytes * (2 + self.optimizer_copies)
+        """Bytes of an operator on a server whatever the nets do.
+
+        A server has three copies of weights and optimizer state as it takes its parts: in the file that brings them, in
+        its memory, and in the records by which a killed server's last update is undone. Later the gradient, which is no
+        larger, is there in the place of the first.
+        """
+        return operator.weight_bytes * 3 * (1 + self.optimizer_copies)

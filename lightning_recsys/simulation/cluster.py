@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
 import pytorch_lightning as pl
@@ -32,7 +32,12 @@ from lightning_recsys.sync import (
 
 Evaluate = Callable[[pl.LightningModule], dict[str, float]]
 
+_T = TypeVar("_T")
 _MAX_LOSSES = 100  # of one batch: even where every second try fails, so many in a row do not happen
+
+
+class _FailedError(Exception):
+    """A worker fails before its next event."""
 
 
 class Learner(Protocol):
@@ -52,7 +57,7 @@ class Learner(Protocol):
 
 @dataclass(frozen=True)
 class Synchronization:
-    """How replicas are kept together.
+    """The way in which replicas are kept together.
 
     Args:
         algorithm: ``easgd``, ``ma``, ``bmuf``, or another that :func:`~lightning_recsys.sync.register_algorithm` knows.
@@ -79,7 +84,7 @@ class Synchronization:
         if self.rounds not in ("background", "foreground"):
             raise ValueError(f"synchronization.rounds must be background or foreground, got {self.rounds!r}.")
         check_whole("synchronization.gap", self.gap, 1)
-        check_at_least("synchronization.interval", self.interval or 0.0, 0.0)
+        check_at_least("synchronization.interval", 0.0 if self.interval is None else self.interval, 0.0)
         if self.make().topology is Topology.CENTRAL and self.rounds == "foreground" and self.interval is not None:
             raise ValueError("cluster.synchronization.interval: workers that ask a centre count steps; leave it null.")
 
@@ -113,7 +118,7 @@ class VirtualCluster:
         servers: The servers of the rows, and with ``dense_on_servers`` of the dense part.
         staleness: How much of a stale gradient counts, for the dense part and for each row; ``None``: all of it. A
             rule's name stands for :class:`~lightning_recsys.sync.StalenessNormalization` with its defaults.
-        synchronization: How replicas are kept together. Needed where there are several.
+        synchronization: The way in which replicas are kept together. Needed where there are several.
 
     Raises:
         ValueError: there is no worker, nothing keeps several replicas together, a group has another number of nets, or
@@ -135,7 +140,7 @@ class VirtualCluster:
     def __post_init__(self) -> None:
         check_whole("num_replicas", self.num_replicas, 1)
         check_whole("workers_per_replica", self.workers_each, 1)
-        check_at_least("dense_bytes", self.dense_bytes or 0, 0)
+        check_at_least("dense_bytes", 0 if self.dense_bytes is None else self.dense_bytes, 0)
         if not isinstance(self.normalization, StalenessNormalization | None):
             raise TypeError(
                 "cluster.staleness is null, a rule's name such as linear, or a StalenessNormalization with its"
@@ -160,7 +165,7 @@ class VirtualCluster:
 
     @property
     def normalization(self) -> StalenessNormalization | None:
-        """How much of a stale gradient counts."""
+        """The rule for how much of a stale gradient counts."""
         return StalenessNormalization(self.staleness) if isinstance(self.staleness, str) else self.staleness
 
     @property
@@ -221,7 +226,7 @@ class VirtualCluster:
         evaluate: Callable[[], dict[str, float]] | None = None,
         watch: Callable[[Results], None] | None = None,
     ) -> Results:
-        """As :meth:`train`, with learners of the caller's own."""
+        """Simulate like :meth:`train`, with learners of the caller's own."""
         run = _Run(self, replicas, iter(batches), seed)
         run.mark_every, run.evaluate, run.watch = mark_every or math.inf, evaluate or dict, watch or (lambda _: None)
         return run.run()
@@ -294,28 +299,71 @@ class _Run:
             schedule = RoundSchedule(gap=rule.gap, interval=rule.interval)
         while (dealt := self._next_batch()) is not None:
             batch, losses = dealt
-            gradient = yield from self._pull(replica, batch)
-            if group is not None:
-                yield from self.groups[number].step(worker // group.nets_per_trainer, slowness)
-            else:
-                seconds = workers.compute.draw(self.random) * slowness
-                if self.clock.now + seconds > fails_at:
-                    yield max(fails_at - self.clock.now, 0.0) + workers.restart.draw(self.random)
+            pushed = False
+            try:
+                gradient = yield from self._until(fails_at, self._compute(number, worker, slowness, batch))
+                pushed = True
+                if wait := self.queues.work(self.cluster.servers.push):
+                    if self.clock.now + wait > fails_at:  # the servers deal with it, whatever becomes of the worker
+                        self.clock.start(self._apply_after(wait, replica, gradient, settled=settled))
+                        raise _FailedError
+                    yield wait
+                self._apply(replica, gradient, settled=settled)
+                settled = True
+                del gradient  # while the worker waits for others it holds no memory
+                yield from self._until(fails_at, self._between(number, slowness, schedule))
+            except _FailedError:
+                if fails_at > self.clock.now:
+                    yield fails_at - self.clock.now
+                if not pushed:
                     self._lose(batch, losses + 1)
-                    self.results.counts["failures"] += 1
-                    fails_at = self._draw_failure()
-                    continue
-                self._computing_seconds += seconds
-                yield seconds
-            yield from self._push(replica, gradient, settled=settled)
-            settled = True
-            del gradient  # while the worker waits for others it holds no memory
-            if wait := workers.elsewhere.draw(self.random) * slowness:
-                yield wait
-            yield from self._synchronize(number, schedule)
+                self.results.counts["failures"] += 1
+                # One that failed while it waited for others in a round was noticed afterwards, and may be back already.
+                if (back := fails_at + workers.restart.draw(self.random)) > self.clock.now:
+                    yield back - self.clock.now
+                fails_at = self._draw_failure()
         self._working -= 1
         if self.rule is not None:
             self._everyone.leave()
+
+    def _until(
+        self, fails_at: float, process: Generator[float | Signal, None, _T]
+    ) -> Generator[float | Signal, None, _T]:
+        """A worker's process, which ends with ``_FailedError`` before an event later than the worker's failure."""
+        while True:
+            try:
+                wait = next(process)
+            except StopIteration as end:
+                if self.clock.now > fails_at:
+                    raise _FailedError from None
+                found: _T = end.value
+                return found
+            if not isinstance(wait, Signal) and self.clock.now + wait > fails_at:
+                process.close()
+                raise _FailedError
+            yield wait
+
+    def _compute(
+        self, number: int, worker: int, slowness: float, batch: Batch
+    ) -> Generator[float | Signal, None, Gradient]:
+        """Pull, compute, and send the gradient to the servers."""
+        workers, group = self.cluster.workers, self.cluster.group
+        gradient = yield from self._pull(self.replicas[number], batch)
+        if group is not None:
+            yield from self.groups[number].step(worker // group.nets_per_trainer, slowness)
+        else:
+            seconds = workers.compute.draw(self.random) * slowness
+            yield seconds
+            self._computing_seconds += seconds
+        if wait := self.queues.send(self._count("pushed", gradient)):
+            yield wait
+        return gradient
+
+    def _between(self, number: int, slowness: float, schedule: RoundSchedule | None) -> Process:
+        """What a worker does from a push to the next pull."""
+        if wait := self.cluster.workers.elsewhere.draw(self.random) * slowness:
+            yield wait
+        yield from self._synchronize(number, schedule)
 
     def _draw_failure(self) -> float:
         failures = self.cluster.workers.failures
@@ -347,11 +395,11 @@ class _Run:
             yield wait
         return gradient
 
-    def _push(self, replica: Learner, gradient: Gradient, *, settled: bool) -> Process:
-        if wait := self.queues.send(self._count("pushed", gradient)):
-            yield wait
-        if wait := self.queues.work(self.cluster.servers.push):
-            yield wait
+    def _apply_after(self, wait: float, replica: Learner, gradient: Gradient, *, settled: bool) -> Process:
+        yield wait
+        self._apply(replica, gradient, settled=settled)
+
+    def _apply(self, replica: Learner, gradient: Gradient, *, settled: bool) -> None:
         dense, rows = replica.apply(gradient, self._normalization)
         results = self.results
         if settled and self._all_have_work:  # before a worker's first push others have not begun, later some have ended

@@ -74,17 +74,18 @@ class HETCluster:
 
     def __post_init__(self) -> None:
         check_whole("num_workers", self.num_workers, 1)
-        check_at_least("dense_bytes", self.dense_bytes or 0, 0)
-        check_at_least("embedding_dim", 1 if self.embedding_dim is None else self.embedding_dim, 1)
-        check_at_least("lookahead_batches", self.lookahead_batches, 0)
+        check_at_least("dense_bytes", 0 if self.dense_bytes is None else self.dense_bytes, 0)
+        check_whole("embedding_dim", 1 if self.embedding_dim is None else self.embedding_dim, 1)
+        check_whole("lookahead_batches", self.lookahead_batches, 0)
         if self.algorithm not in ("het", "hybrid"):
             raise ValueError(f"cluster.algorithm must be het or hybrid, got {self.algorithm!r}.")
         if self.policy not in get_args(CachePolicy):
             raise ValueError(f"cluster.policy must be one of {list(get_args(CachePolicy))}, got {self.policy!r}.")
-        if not 0 < self.cache_fraction <= 1:
+        if isinstance(self.cache_fraction, bool) or not 0 < self.cache_fraction <= 1:
             raise ValueError(
                 f"cluster.cache_fraction must be in (0, 1], got {self.cache_fraction}. algorithm=hybrid has no cache."
             )
+        check_whole("staleness", 0 if self.staleness is None else self.staleness, 0)
         ClockRule(staleness=self.staleness, clock=self.clock)  # which refuses what it cannot be
         if self.workers.failures is not None or self.workers.cores is not None:
             raise ValueError(

@@ -73,7 +73,7 @@ class Normal(Duration):
 
 @dataclass(frozen=True)
 class Workers:
-    """What the workers of a cluster are like.
+    """The workers of a cluster: their times, speeds and failures.
 
     Args:
         compute: Seconds of a batch on a usual worker.
@@ -85,7 +85,8 @@ class Workers:
         straggler_factor: How many times as long as the others stragglers take.
         cores: Workers of one replica that compute at full speed at the same time; with more of them each takes as much
             longer. ``None``: all. Processor cores or the bandwidth of memory set such a limit: it is an input.
-        failures: Seconds from a worker's start to its failure, which loses the batch at hand. ``None``: never.
+        failures: Seconds from a worker's start to its failure, which loses the batch that it has begun and not yet
+            pushed, if there is one. ``None``: never.
         restart: Seconds until it is there again, and takes a batch.
 
     Raises:
@@ -107,7 +108,7 @@ class Workers:
         check_at_least("workers.straggler_share", self.straggler_share, 0.0)
         if self.straggler_share > 1:
             raise ValueError(f"cluster.workers.straggler_share must be at most 1, got {self.straggler_share}.")
-        if self.cores is not None and not self.cores > 0:
+        if self.cores is not None and (isinstance(self.cores, bool) or not self.cores > 0):
             raise ValueError(f"cluster.workers.cores must be above 0, or null for enough, got {self.cores}.")
         if self.failures is not None and self.failures.mean <= self.compute.mean:
             raise ValueError(
@@ -152,11 +153,11 @@ class Link:
 
     def __post_init__(self) -> None:
         check_at_least("link.delay", self.delay, 0.0)
-        if not self.bandwidth > 0:
+        if isinstance(self.bandwidth, bool) or not self.bandwidth > 0:
             raise ValueError(f"link.bandwidth must be above 0 bytes per second, got {self.bandwidth}.")
 
     def all_reduce_seconds(self, num_bytes: float, members: int) -> float:
-        """Of a ring: each member sends and receives every byte twice, but for its own share, in as many steps."""
+        """The seconds of a ring: a member sends and receives each byte twice, but for its share, in as many steps."""
         steps = 2 * (members - 1)
         return steps * (self.delay + num_bytes / members / self.bandwidth)
 
@@ -228,11 +229,11 @@ class ServerQueues:
 
 def check_at_least(name: str, value: float, least: float) -> None:
     """Refuse what is below a bound or not finite."""
-    if not (math.isfinite(value) and value >= least):
+    if isinstance(value, bool) or not (math.isfinite(value) and value >= least):
         raise ValueError(f"cluster: {name} must be a finite number of at least {least:g}, got {value}.")
 
 
 def check_whole(name: str, value: int, least: int) -> None:
     """Refuse what is below a bound, or no whole number."""
-    if not isinstance(value, int) or value < least:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"cluster: {name} must be a whole number of at least {least}, got {value}.")

@@ -153,11 +153,11 @@ def _share(width: int, pieces: int, index: int) -> int:
     return width // pieces + (index < width % pieces)
 
 
-def legs_of(graph: OperatorGraph, machines: GroupMachines, devices: Mapping[str, str]) -> list[Leg]:
+def legs_of(graph: OperatorGraph, machines: GroupMachines, devices: Mapping[str, str]) -> list[Leg | tuple[Leg, ...]]:
     """What one net does in a step: forward through the parts in their order, then backward through them.
 
     The seconds of each device are those that :class:`~lightning_recsys.placement.loads.LoadModel` counts for it: here
-    they are put in an order.
+    they are put in an order. A trainer encodes all requests of a level, sends them at once, and decodes all answers.
 
     Args:
         graph: The operators of the model.
@@ -172,19 +172,22 @@ def legs_of(graph: OperatorGraph, machines: GroupMachines, devices: Mapping[str,
         own[0] += machines.processor.forward_seconds(operator)
         own[1] += machines.processor.backward_seconds(operator)
     last = max(level_of.values())
-    legs = [Leg(None, machines.trainer_seconds)]
+    legs: list[Leg | tuple[Leg, ...]] = [Leg(None, machines.trainer_seconds)]
     for backward in (False, True):
         for level in reversed(range(last + 1)) if backward else range(last + 1):
-            messages = []
-            for device, of_level in seconds:
-                if of_level == level and (server := server_index(device)) is not None:
+            messages, coding_seconds = [], 0.0
+            for device, own_level in seconds:
+                if own_level == level and (server := server_index(device)) is not None:
                     asked = model.request(traffic[device, level], backward=backward)
                     own_seconds = seconds[device, level][backward] + asked.server_seconds
-                    messages.append(Leg(None, asked.trainer_seconds))
+                    coding_seconds += asked.trainer_seconds
                     messages.append(Leg(server, own_seconds, asked.sent_bytes, asked.returned_bytes))
             of_trainer = seconds.get((TRAINER, level), [0.0, 0.0])[backward]
-            legs += [*messages, Leg(None, of_trainer)] if backward else [Leg(None, of_trainer), *messages]
-    return [leg for leg in legs if leg.seconds or leg.server is not None]
+            of_level: list[Leg | tuple[Leg, ...]] = [Leg(None, coding_seconds), tuple(messages)] if messages else []
+            if of_trainer:
+                of_level.insert(len(of_level) if backward else 0, Leg(None, of_trainer))
+            legs += of_level
+    return legs
 
 
 def coding(name: str, carries: Carries) -> Coding:
@@ -265,7 +268,9 @@ def planned_group(
 
 
 @cache  # figures ask for the same plan several times
-def _planned_legs(model: LargeModel, machines: GroupMachines, method: OperatorMethod) -> tuple[Leg, ...]:
+def _planned_legs(
+    model: LargeModel, machines: GroupMachines, method: OperatorMethod
+) -> tuple[Leg | tuple[Leg, ...], ...]:
     graph = model.graph()
     plan = place_operators(graph, machines, method=method, time_limit=PLANNING_SECONDS)
     return tuple(legs_of(graph, machines, plan.devices))

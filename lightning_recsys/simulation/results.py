@@ -68,7 +68,7 @@ class Histogram:
 
 @dataclass
 class Results:
-    """What a simulation has come to; whoever simulates adds to it.
+    """The results of a simulation, which whoever simulates adds to.
 
     Attributes:
         examples: Number of examples trained on so far.

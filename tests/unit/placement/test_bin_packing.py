@@ -112,6 +112,13 @@ def test_profiled_plan_when_costs_and_sizes_disagree_then_costs_decide_and_bytes
     assert {x.server for x in plan.parts if x.table in ("cold", "cold2")} == {0, 1}
 
 
+@pytest.mark.parametrize(("method", "servers"), [("size", [0, 1, 1]), ("round_robin", [0, 1, 0])])
+def test_plan_when_tables_are_there_already_then_they_stay_and_count(method, servers):
+    first = place_tables([TableCost("c", "there", 60, 4)], 2, method="round_robin")
+    plan = place_tables([TableCost("c", "x", 30, 4), TableCost("d", "y", 20, 4)], 2, method=method, beside=first)
+    assert [(x.table, x.server) for x in plan.parts] == list(zip(["there", "x", "y"], servers, strict=True))
+
+
 def test_plan_when_printed_then_it_shows_each_server_and_the_imbalance():
     plan = place_tables([TableCost("c", "a", 3_000, 1_000), TableCost("c", "b", 1_000, 1_000)], 3, method="round_robin")
     lines = str(plan).splitlines()

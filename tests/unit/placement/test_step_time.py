@@ -104,7 +104,7 @@ def test_step_when_printed_then_has_a_line_for_each_device():
     lines = str(predict(GRAPH, PLAN, replace(GROUP, server_memory=1e5, trainer_memory=1e5))).splitlines()
     assert lines[0].split() == ["device", "operators", "weights", "cpu", "network", "memory"]
     assert lines[1].split() == ["trainer", "2", "0", "0.0%", "22.2%", "0.4%"]
-    assert lines[2].split() == ["server0", "1", "1,000", "55.6%", "22.2%", "4.1%"]
+    assert lines[2].split() == ["server0", "1", "1,000", "55.6%", "22.2%", "7.1%"]
     assert lines[3] == "a net's step 5.40 ms (5.40 ms alone), 1,852 examples/s a group, limited by server0 cpu"
 
 

@@ -93,7 +93,7 @@ def test_loads_then_are_those_counted_by_hand():
     assert (trainer.sent_bytes, trainer.received_bytes) == (2 * (200 + 100), 2 * (50 + 400))
     assert server.cpu_seconds == pytest.approx(6 * (3e-3 + 800 * 2e-6 + 200 * 1e-6 + 200 * 4e-6 + 800 * 3e-6))
     assert trainer.cpu_seconds == pytest.approx(2 * (800 * 1e-6 + 200 * 2e-6 + 200 * 3e-6 + 800 * 4e-6))
-    assert server.memory_bytes == 3 * 1000 + 6 * (100 + 800)
+    assert server.memory_bytes == 6 * 1000 + 6 * (100 + 800)
     assert (idle.cpu_seconds, idle.sent_bytes, idle.memory_bytes) == (0, 0, 0)
 
 
@@ -236,15 +236,15 @@ def test_placement_when_the_method_is_unknown_then_names_those_there_are():
 
 @pytest.mark.parametrize("method", ["none", "rules", "greedy", "exact"])
 def test_placement_when_an_operator_fits_nowhere_then_is_refused_by_name(method):
-    group = replace(GROUP, server_memory=17_000)
-    with pytest.raises(OperatorRoomError, match=re.escape("operator top.0 (Linear) needs 18,000 bytes")) as caught:
+    group = replace(GROUP, server_memory=34_000)
+    with pytest.raises(OperatorRoomError, match=re.escape("operator top.0 (Linear) needs 36,000 bytes")) as caught:
         place_operators(dlrm(), group, method=method)
-    assert (caught.value.needed, caught.value.available) == (18_000, {"server0": 17_000, "server1": 17_000})
+    assert (caught.value.needed, caught.value.available) == (36_000, {"server0": 34_000, "server1": 34_000})
 
 
 def test_placement_when_servers_are_too_small_together_then_is_refused_with_the_bytes():
-    group = replace(GROUP, server_memory=(18_000, 9_000))
-    with pytest.raises(OperatorRoomError, match="dense part of the model needs 34,500 bytes"):
+    group = replace(GROUP, server_memory=(36_000, 18_000))
+    with pytest.raises(OperatorRoomError, match="dense part of the model needs 69,000 bytes"):
         place_operators(dlrm(), group)
 
 
@@ -255,7 +255,7 @@ def test_placement_when_activations_of_all_nets_do_not_fit_then_the_device_is_na
 
 
 def test_rules_when_a_component_is_larger_than_a_server_then_it_is_taken_apart():
-    group = replace(GROUP, server_memory=(19_000, 18_000))
+    group = replace(GROUP, server_memory=(38_000, 36_000))
     devices = place_operators(dlrm(), group, method="rules").devices
     assert devices["top.0"] == "server0"
     assert devices["top.1"] == "server1"
@@ -263,7 +263,7 @@ def test_rules_when_a_component_is_larger_than_a_server_then_it_is_taken_apart()
 
 def test_greedy_when_the_start_lacks_memory_then_mends_that_first():
     graph = dlrm()
-    group = replace(GROUP, server_memory=(21_000, 21_000), link=Network(1e3))
+    group = replace(GROUP, server_memory=(42_000, 42_000), link=Network(1e3))
     devices = {name: "server0" if tagged else TRAINER for name, tagged in tag(graph).items()}
     model = LoadModel(graph, group)
     assert max(load.memory_share for load in model.loads(devices).values()) > 1

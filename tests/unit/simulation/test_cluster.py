@@ -1,7 +1,9 @@
 """A virtual cluster trains: like one process where there is one worker, as its rules say where there are several."""
 
 import copy
+import math
 from functools import partial
+from itertools import repeat
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ from lightning_recsys.simulation import (
     VirtualCluster,
     Workers,
 )
+from lightning_recsys.simulation.replica import Gradient
 from lightning_recsys.sync import StalenessNormalization
 from lightning_recsys.tasks import CTRTask
 
@@ -258,6 +261,32 @@ def test_failures_then_every_example_is_trained_once_and_time_is_lost():
     assert failing.counts["failures"] > 5
     assert failing.examples == steady.examples == 3200
     assert failing.seconds > 1.5 * steady.seconds
+
+
+def test_failures_then_throughput_is_that_of_the_renewal_process_and_none_loses_a_batch_between_batches():
+    """Computing begins anew after a failure; what lies elsewhere ends with one. Exponential lives have no memory."""
+    compute, elsewhere, life, restart, number = 1.0, 3.0, 5.0, 2.0, 20_000
+    workers = Workers(Constant(compute), Constant(elsewhere), failures=Exponential(life), restart=Constant(restart))
+    counted = Counted()
+    results = VirtualCluster(workers=workers).simulate([counted], repeat(make_batch(2), number))
+    a_batch = (life + restart) * (math.exp(compute / life) - 1) + (life + restart) * (1 - math.exp(-elsewhere / life))
+    assert results.seconds / number == pytest.approx(a_batch, rel=0.01)
+    lost_each = math.exp(compute / life) - 1  # tries of a batch beyond the one that ends
+    assert counted.computed / number - 1 == pytest.approx(lost_each, rel=0.05)
+
+
+class Counted:
+    """A learner that only counts."""
+
+    def __init__(self):
+        self.flat, self.dense_bytes, self.computed = torch.zeros(1), 0, 0
+
+    def gradient(self, batch):
+        self.computed += 1
+        return Gradient(batch, torch.zeros(len(batch.labels)), [], [], 0)
+
+    def apply(self, gradient, normalization):
+        return 1, []
 
 
 def test_round_when_it_takes_no_time_then_error_instead_of_no_end():

@@ -48,6 +48,19 @@ def test_step_when_alone_then_takes_its_legs_and_its_messages():
     assert results.utilization["group server 0 processor"] == pytest.approx(2.0 / seconds, rel=0.03)
 
 
+def test_legs_when_together_then_a_step_takes_the_longest_and_the_trainers_port_sends_one_after_the_other():
+    """Sent after 1, 2 and 3 seconds, computed after 6, 4 and 4.5; answers of a second each come back from then on."""
+    together = [Leg(0, 5.0, 10.0, 10.0), Leg(1, 2.0, 10.0, 10.0), Leg(2, 1.5, 10.0, 10.0)]
+    group = Group([Leg(None, 0.5), together], num_servers=3, link=Link(delay=0.25, bandwidth=10.0), deviation=0.0)
+    seconds = 0.5 + 6.0 + 1.0 + 4 * 0.25
+    assert group.cycle_seconds == seconds
+    results = run(group, steps=50)
+    assert results.seconds == pytest.approx(50 * seconds, abs=seconds)
+    assert results.utilization["group server 1 processor"] == pytest.approx(2.0 / seconds, rel=0.03)
+    apart = Group([Leg(None, 0.5), *together], num_servers=3, link=Link(delay=0.25, bandwidth=10.0), deviation=0.0)
+    assert apart.cycle_seconds == 0.5 + 8.5 + 6.0 + 3 * 4 * 0.25
+
+
 @pytest.mark.parametrize(
     ("group", "limit"),
     [
@@ -72,8 +85,14 @@ def test_step_when_alone_then_takes_its_legs_and_its_messages():
             ),
             1.0,
         ),
+        (
+            Group(
+                [[Leg(i, 0.01, sent_bytes=5.0) for i in (0, 1)]], nets_per_trainer=9, num_servers=2, link=Link(0, 10.0)
+            ),
+            1.0,
+        ),
     ],
-    ids=["trainers", "server", "server's port", "trainer's port"],
+    ids=["trainers", "server", "server's port", "trainer's port", "trainer's port, together"],
 )
 def test_throughput_when_one_machine_is_full_then_is_its_own(group, limit):
     results = run(group)
@@ -109,9 +128,14 @@ def test_run_when_repeated_with_its_seed_then_is_the_same():
     ("make", "message"),
     [
         (lambda: Group([]), "at least one leg"),
+        (lambda: Group([[Leg(0, 1.0), Leg(None, 1.0)]], num_servers=1), "legs that stand together are on servers"),
+        (lambda: Group([Leg(None, 1.0), []]), "legs that stand together are on servers"),
+        (lambda: Group([[Leg(1, 1.0)]], num_servers=1), "on server 1, but the group has 1 servers"),
         (lambda: Group([Leg(1, 1.0)], num_servers=1), "on server 1, but the group has 1 servers"),
-        (lambda: Group([Leg(None, -1.0)]), "at least 0, got -1"),
-        (lambda: Group([Leg(None, 1.0)], trainer_cores=0), "trainer_cores must be a finite number of at least 1"),
+        (lambda: Leg(None, -1.0), "a leg's seconds must be a finite number of at least 0, got -1"),
+        (lambda: Leg(0, 1.0, returned_bytes=-1.0), "a leg's returned_bytes must be a finite number of at least 0"),
+        (lambda: Leg(-1, 1.0), "a leg's server must be a whole number of at least 0, got -1"),
+        (lambda: Group([Leg(None, 1.0)], trainer_cores=0), "trainer_cores must be a whole number of at least 1"),
         (
             lambda: VirtualCluster(workers_per_replica=3, group=Group([Leg(None, 1.0)], nets_per_trainer=2)),
             "but cluster.group has 2 nets: leave it null",

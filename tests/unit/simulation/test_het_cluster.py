@@ -160,9 +160,10 @@ def test_last_batches_when_too_few_for_a_step_then_they_are_left_out():
         ({"algorithm": "ps"}, "must be het or hybrid, got 'ps'"),
         ({"policy": "fifo"}, "cluster.policy must be one of"),
         ({"cache_fraction": 0.0}, r"cluster.cache_fraction must be in \(0, 1\], got 0.0"),
-        ({"staleness": -1}, "staleness must be at least 0"),
+        ({"staleness": -1}, "staleness must be a whole number of at least 0, got -1"),
+        ({"staleness": 2.5}, "staleness must be a whole number of at least 0, got 2.5"),
         ({"num_workers": 0}, "num_workers must be a whole number of at least 1"),
-        ({"embedding_dim": 0}, "embedding_dim must be a finite number of at least 1"),
+        ({"embedding_dim": 0}, "embedding_dim must be a whole number of at least 1"),
         ({"workers": Workers(failures=Exponential(100.0))}, "leave failures and cores null"),
     ],
 )

@@ -8,6 +8,8 @@ import pytest
 from lightning_recsys.simulation import (
     Constant,
     Exponential,
+    HETCluster,
+    Leg,
     Link,
     Normal,
     Servers,
@@ -17,6 +19,7 @@ from lightning_recsys.simulation import (
 )
 from lightning_recsys.simulation.events import VirtualClock
 from lightning_recsys.simulation.machines import ServerQueues
+from lightning_recsys.sync import ClockRule, StalenessNormalization
 
 
 @pytest.mark.parametrize(
@@ -92,3 +95,35 @@ def test_workers_when_the_slowest_fails_before_a_batch_is_done_then_error_says_s
     workers = Workers(compute=Constant(1.0), failures=Constant(2.0), **slow)
     with pytest.raises(ValueError, match=r"failures must be further apart than .* on the slowest worker"):
         workers.slowness(20, 10, np.random.default_rng(0))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Constant(True),
+        lambda: Workers(cores=True),
+        lambda: Link(bandwidth=True),
+        lambda: Servers(count=True),
+        lambda: VirtualCluster(workers_per_replica=True),
+        lambda: HETCluster(num_workers=True),
+        lambda: HETCluster(lookahead_batches=True),
+        lambda: HETCluster(staleness=True),
+        lambda: HETCluster(cache_fraction=True),
+        lambda: Synchronization(interval=False),
+        lambda: Synchronization("easgd", {"alpha": True}),
+        lambda: Synchronization("bmuf", {"eta": True}),
+        lambda: Synchronization("bmuf", {"block_momentum": False}),
+        lambda: Leg(True, 1.0),
+        lambda: Leg(None, True),
+        lambda: Leg(0, 1.0, sent_bytes=True),
+        lambda: Leg(0, 1.0, returned_bytes=True),
+        lambda: StalenessNormalization(power=True),
+        lambda: StalenessNormalization(target=True),
+        lambda: StalenessNormalization(scale=True),
+        lambda: StalenessNormalization(sensitivity=True),
+        lambda: ClockRule(staleness=True),
+    ],
+)
+def test_number_when_it_is_true_or_false_then_refused(make):
+    with pytest.raises(ValueError, match=r"must be .*, got (True|False)"):
+        make()

@@ -9,7 +9,7 @@ from lightning_recsys.placement.loads import LoadModel
 from lightning_recsys.placement.machines import GroupMachines, Processor
 from lightning_recsys.placement.operators import TRAINER, server_name
 from lightning_recsys.placement.tagging import place_operators
-from lightning_recsys.simulation import LargeModel, planned_group
+from lightning_recsys.simulation import Group, LargeModel, Leg, planned_group
 from lightning_recsys.simulation.planned import coding, legs_of
 
 SMALL = LargeModel(
@@ -33,7 +33,8 @@ def test_legs_when_summed_then_are_what_the_planner_counts_for_each_device(metho
         trainer_seconds=0.25,
     )
     devices = place_operators(graph, machines, method=method).devices
-    legs, loads = legs_of(graph, machines, devices), LoadModel(graph, machines).loads(devices)
+    legs = Group(legs_of(graph, machines, devices), num_servers=3).all_legs
+    loads = LoadModel(graph, machines).loads(devices)
     for device in (TRAINER, *map(server_name, range(3))):
         server = None if device == TRAINER else int(device.removeprefix("server"))
         nets = 5 if server is None else 10
@@ -43,6 +44,16 @@ def test_legs_when_summed_then_are_what_the_planner_counts_for_each_device(metho
             assert loads[device].received_bytes == pytest.approx(10 * sum(leg.sent_bytes for leg in own))
             assert loads[device].sent_bytes == pytest.approx(10 * sum(leg.returned_bytes for leg in own))
     assert loads[TRAINER].sent_bytes == pytest.approx(5 * sum(leg.sent_bytes for leg in legs))
+
+
+def test_pieces_of_a_layer_when_each_server_has_one_then_are_asked_for_together():
+    graph = replace(SMALL, pieces=3).graph()
+    machines = GroupMachines(3, processor=Processor(flops=1e9), link=Network(1e8))
+    devices = dict.fromkeys((x.name for x in graph.operators), TRAINER)
+    devices |= {f"top.{layer}.{i}": server_name(i) for layer in (0, 1) for i in range(3)}
+    legs = legs_of(graph, machines, devices)
+    together = [x for x in legs if not isinstance(x, Leg)]
+    assert [[leg.server for leg in x] for x in together] == [[0, 1, 2]] * 2, "forward and backward"
 
 
 def test_model_when_cut_then_has_the_same_weights_and_products_and_no_gather_between_two_cut_layers():
@@ -65,7 +76,7 @@ def test_planned_group_when_there_are_no_servers_then_a_trainer_computes_everyth
         Processor(flops=1e9).forward_seconds(x) + Processor(flops=1e9).backward_seconds(x)
         for x in SMALL.graph().operators
     )
-    assert [leg.seconds for leg in group.legs] == [pytest.approx(1e-4 + seconds)]
+    assert [leg.seconds for leg in group.all_legs] == [pytest.approx(1e-4 + seconds)]
 
 
 def test_planned_group_when_made_twice_then_is_the_same_and_greedy_is_no_slower_than_rules():
@@ -73,7 +84,7 @@ def test_planned_group_when_made_twice_then_is_the_same_and_greedy_is_no_slower_
         return planned_group(model=SMALL, num_trainers=2, num_servers=2, nets_per_trainer=3, method=method, **MACHINE)
 
     def busiest(group):
-        return max(sum(leg.seconds for leg in group.legs if leg.server == server) for server in range(2))
+        return max(sum(leg.seconds for leg in group.all_legs if leg.server == server) for server in range(2))
 
     assert make("greedy") == make("greedy")
     assert busiest(make("greedy")) <= busiest(make("rules"))
