@@ -24,7 +24,7 @@ from recipe_tools.build import (
 from recipe_tools.config_types import check_types
 from recipe_tools.overrides import explained_overrides
 from recipe_tools.record import RunRecord
-from recipe_tools.report import print_results
+from recipe_tools.report import print_results, unknown_ids
 from recipe_tools.sweep import recipe_job
 from recipe_tools.trained import load_checkpoint, offer_checkpoint_config
 
@@ -58,6 +58,8 @@ def evaluate(config: Config, record: RunRecord) -> None:
         callbacks=progress,
     )
     record.details["best_normalized_entropy"] = datamodule.best_normalized_entropy
+    record.details["rows_read"] = getattr(datamodule, "rows_read", {})
+    record.details["unknown_ids"] = unknown_ids(datamodule, ["test"])
     print_results(config["name"], record)
 
 

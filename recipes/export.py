@@ -53,6 +53,7 @@ def export(config: Config) -> str:
             " trains: let the run publish, with 'callbacks=[default,model_publisher]'."
         )
     task.load_state_dict((read_checkpoint(path) if is_folder(path) else checkpoint)["state_dict"])
+    version: int | None = None  # that is published: another one may be held, and count
     out, common = config["out"], {"num_dense": datamodule.num_dense, "datamodule": datamodule, "rows": config["rows"]}
     if config["layout"] == "huggingface":
         data = config["data"]["_target_"].rpartition(".")[2]
@@ -61,12 +62,13 @@ def export(config: Config) -> str:
     elif config["layout"] == "versions":
         position = {"epoch": checkpoint.get("epoch"), "global_step": checkpoint.get("global_step")}
         manifest = export_model(task.model, out, position=position, keep_runs=config["keep_runs"], **common)
-        done = f"published version {manifest.version} in {out}"
+        version = manifest.version
+        done = f"published version {version} in {out}"
     else:
         raise ValueError(f"layout must be versions or huggingface, got {config['layout']!r}.")
     if config["onnx"] is not None:
         export_onnx(
-            load_pretrained(out) if config["layout"] == "huggingface" else ModelReader(out).model, config["onnx"]
+            load_pretrained(out) if version is None else ModelReader(out, version=version).model, config["onnx"]
         )
         done += f"; its dense part is {config['onnx']}"
     return done

@@ -28,6 +28,7 @@ from recipe_tools.config_types import check_complete, check_types
 from recipe_tools.overrides import explained_overrides
 from recipe_tools.quiet import be_quiet
 from recipe_tools.record import isolated_job
+from recipe_tools.report import print_predictions
 from recipe_tools.trained import load_checkpoint, makes_rows, offer_checkpoint_config, without_tables
 
 from lightning_recsys.callbacks import PredictionWriter
@@ -48,13 +49,18 @@ def main(cfg: DictConfig) -> None:
     config = plain(cfg)
     if Path(config["out"]).exists() and not config["overwrite"]:
         raise SystemExit(f"{config['out']} exists. Choose another out=, or overwrite=true.")
-    with isolated_job():
-        writer = predict(config)
-    log.info("Wrote %s: %s predictions.", writer.path, f"{writer.num_rows:,}")
+    try:
+        with isolated_job():
+            predict(config)
+    except (ValueError, FileNotFoundError) as error:
+        # Of what was named, or of the rows: a sentence that says what to do. Of a model of one's own it may be another
+        # error, whose place `hydra.verbose=predict` tells.
+        log.debug("It was raised here:", exc_info=error)
+        raise SystemExit("\n".join([str(error), *getattr(error, "__notes__", ())])) from None
 
 
 def predict(config: Config) -> PredictionWriter:
-    """Write the predictions."""
+    """Write the predictions, and print what they are of."""
     check_types(config)
     if not issubclass(get_object(target := config["task"]["_target_"]), CTRTask):
         raise ValueError(f"checkpoint: predictions are of clicks, but this model was trained by {target}.")
@@ -93,6 +99,8 @@ def predict(config: Config) -> PredictionWriter:
     )
     path = None if arguments else config["checkpoint"]
     trainer.predict(task, datamodule=datamodule, ckpt_path=path, return_predictions=False)
+    log.info("Wrote %s: %s predictions.", writer.path, f"{writer.num_rows:,}")
+    print_predictions(config["out"], writer.num_rows, datamodule)
     return writer
 
 

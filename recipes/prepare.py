@@ -12,9 +12,9 @@ from typing import Any
 
 import hydra
 from omegaconf import DictConfig, OmegaConf
+from recipe_tools.advice import first_run, show_guess
 from recipe_tools.command import command
 from recipe_tools.config_types import check_complete
-from recipe_tools.guess import show_guess
 from recipe_tools.overrides import CONFIG_DIR, explained_overrides
 from recipe_tools.prepare_rows import prepare_rows
 from recipe_tools.row_cache import show_cache
@@ -43,7 +43,8 @@ def schema(cfg: DictConfig) -> None:
         raise SystemExit(f"out: the schema cannot be written ({error})") from None
     show_guess(guessed)
     log.info("Wrote %s. Look it over: a remark says why each column is where it is. Then train:", out)
-    log.info("  %s data=tabular data.schema=%s", command("train"), out)
+    training_rows = (guessed.num_rows or 0) * (1 - guessed.share("validation") - guessed.share("test"))
+    log.info("  %s", " ".join([command("train"), "data=tabular", f"data.schema={out}", *first_run(training_rows)]))
 
 
 @hydra.main(version_base="1.3", config_path="../conf/prepare", config_name="rows")

@@ -23,11 +23,13 @@ def main(cfg: DictConfig) -> None:
     except ImportError as error:
         hint = "serve needs the extra [serving] of this package: pip install fsspec safetensors litserve"
         raise SystemExit(f"{hint} ({error})") from None
-    names = ("version", "cache", "follow_seconds", "max_batch_size", "batch_timeout")
+    names = ("version", "cache", "follow_seconds", "stale_after", "max_rows", "max_batch_size", "batch_timeout")
     ready = f"{cfg.url} answers at http://{cfg.host}:{cfg.port}/predict, and follows new versions. Ctrl-C ends it."
     try:
         api = ScoringAPI(cfg.url, **{name: cfg[name] for name in names})
-        server = make_server(api, workers=cfg.workers, on_ready=lambda: print(ready, flush=True))
+        server = make_server(
+            api, workers=cfg.workers, max_bytes=cfg.max_bytes, on_ready=lambda: print(ready, flush=True)
+        )
     except (FileNotFoundError, PublishedVersionError, ImportError, ValueError) as error:
         raise SystemExit(str(error)) from None  # fsspec's errors name the scheme, or the package, that it lacks
     except OSError as error:

@@ -17,11 +17,13 @@ from recipe_tools.figures import (
     Watch,
     check_overrides,
     check_panels,
+    check_rates,
     composed,
     introduce,
     is_alone,
     report,
     run_all,
+    run_at_best_rates,
     runs_of,
 )
 from recipe_tools.overrides import explained_overrides
@@ -42,17 +44,22 @@ def main(cfg: DictConfig) -> float | None:
         figure = {**RUN, "series": {config["name"]: []}, **(config.get("figure") or {})}
         check_overrides(figure, overrides)
         check_panels(figure)
+        check_rates(figure)
         series = {label: [*added, *overrides] for label, added in runs_of(figure).items()}
         configs = {label: config if each == overrides else composed(label, each) for label, each in series.items()}
 
-        def make(label: str) -> dict[str, Any]:
+        def make(label: str, chosen: list[str]) -> dict[str, Any]:
             if figure["cache"] is not None:
                 cache = Path(figure["cache"])
-                return simulated(simulate, label, series[label], cache=cache, root=config["paths"]["data"])
-            return simulate(configs[label], record, label=label)
+                return simulated(simulate, label, chosen, cache=cache, root=config["paths"]["data"])
+            return simulate(configs.get(label) or composed(label, chosen), record, label=label)
 
         introduce(figure, list(series))
-        report(figure, run_all(figure, list(series), make, record), record)
+        if figure["rates"] is not None:
+            runs = run_at_best_rates(figure, series, configs, make, record)
+        else:
+            runs = run_all(figure, list(series), lambda label: make(label, series[label]), record)
+        report(figure, runs, record)
         if not record.sweeping or not is_alone(figure):
             return None
         return optimized_value(record.metrics, config["optimized_metric"])

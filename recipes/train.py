@@ -11,6 +11,8 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_only
 from omegaconf import DictConfig
 from pytorch_lightning.utilities.exceptions import SIGTERMException
+from recipe_tools.advice import print_advice
+from recipe_tools.baseline import logistic_regression
 from recipe_tools.build import (
     Config,
     build_all,
@@ -23,6 +25,7 @@ from recipe_tools.build import (
     check_monitored,
     count_parameters,
     seed_everything,
+    take_started,
     test_on_one_device,
     to_floats,
 )
@@ -32,6 +35,7 @@ from recipe_tools.record import RunRecord
 from recipe_tools.report import print_results, unknown_ids
 from recipe_tools.sweep import optimized_value, recipe_job, refuse_reexecution
 
+from lightning_recsys.data import CTRDataModule, TabularDataModule
 from lightning_recsys.runtime import configure_worker
 
 
@@ -53,6 +57,7 @@ def train(config: Config, record: RunRecord) -> None:
 
     Where several processes run the recipe, as under ``torchrun``, all of them fit, and rank 0 does the rest.
     """
+    take_started(config["trainer"])
     check_types(config)
     check_checkpoint(config["ckpt_path"])
     seed_everything(config["seed"])
@@ -76,6 +81,7 @@ def train(config: Config, record: RunRecord) -> None:
         return
     best = getattr(trainer.checkpoint_callback, "best_model_path", "") or None
     record.details["checkpoint"] = best
+    record.details["steps"] = trainer.global_step
     record.details["epochs"] = trainer.current_epoch  # completed ones
     record.details["best_epoch"] = getattr(trainer.checkpoint_callback, "best_epoch", None)
     score = getattr(trainer.checkpoint_callback, "best_model_score", None)
@@ -90,10 +96,15 @@ def train(config: Config, record: RunRecord) -> None:
         logger=loggers,
         enable_progress_bar=False,
     )
+    if isinstance(datamodule, TabularDataModule) and not record.sweeping:
+        record.details["baseline"] = logistic_regression(datamodule)
     record.details["best_normalized_entropy"] = datamodule.best_normalized_entropy
     record.details["skipped_rows"] = getattr(datamodule, "skipped_rows", {})  # by file, with on_bad_row=skip
+    record.details["rows_read"] = getattr(datamodule, "rows_read", {})  # by file: rows = used + skipped + comments
     record.details["unknown_ids"] = unknown_ids(datamodule)
     print_results(config["name"], record)
+    if isinstance(datamodule, CTRDataModule):
+        print_advice(record, training_rows=len(datamodule.rows("train")))
 
 
 if __name__ == "__main__":

@@ -3,5 +3,6 @@
 from lightning_recsys.launchers.forkserver import ForkserverLauncher
 from lightning_recsys.launchers.node_servers import NodeServers
 from lightning_recsys.launchers.sidecars import ServerSpec, Sidecars
+from lightning_recsys.launchers.started import Started, started_processes
 
-__all__ = ["ForkserverLauncher", "NodeServers", "ServerSpec", "Sidecars"]
+__all__ = ["ForkserverLauncher", "NodeServers", "ServerSpec", "Sidecars", "Started", "started_processes"]

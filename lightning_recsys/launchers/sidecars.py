@@ -171,7 +171,7 @@ class Sidecars:
 
     @property
     def sentinels(self) -> list[int]:
-        """What becomes ready when a server dies: for :func:`multiprocessing.connection.wait`."""
+        """Objects that become ready when a server dies, for :func:`multiprocessing.connection.wait`."""
         return [server.process.sentinel for server in self._servers if not server.is_over]
 
     def look(self) -> None:

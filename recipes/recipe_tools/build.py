@@ -20,6 +20,7 @@ from lightning_recsys.checkpoints import FolderCheckpointIO, is_folder
 from lightning_recsys.data.tables.schema import FEATURES
 from lightning_recsys.data.typed_yaml import load_yaml
 from lightning_recsys.embeddings import EmbeddingBagCollection, TableBackend
+from lightning_recsys.launchers import started_processes
 from lightning_recsys.tasks import CTRTask, Task
 
 Config = dict[str, Any]
@@ -236,6 +237,22 @@ def check_checkpoint(path: str | None) -> None:
         return
     if not Path(path).is_file() and not is_folder(path):
         raise ValueError(f"ckpt_path: there is no checkpoint {path}, which would be {Path(path).absolute()}.")
+
+
+def take_started(trainer: Config) -> None:
+    """Set ``auto`` of ``num_nodes`` and ``devices`` to what torchrun or SLURM has started.
+
+    On a plain machine there is one node, and ``devices=auto`` is left to Lightning: one process on CPUs, all GPUs.
+
+    Raises:
+        ValueError: nodes run different numbers of processes.
+    """
+    asked = [name for name in ("num_nodes", "devices") if trainer[name] == "auto"]
+    if not asked:
+        return
+    started = started_processes()
+    told = {"num_nodes": 1} if started is None else {"num_nodes": started.num_nodes, "devices": started.devices}
+    trainer |= {name: told[name] for name in asked if name in told}
 
 
 def build_trainer(config: Config, **arguments: Any) -> pl.Trainer:

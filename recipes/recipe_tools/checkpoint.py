@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
 from pytorch_lightning.callbacks import ModelCheckpoint as LightningModelCheckpoint
 
 from lightning_recsys.callbacks import LeanCallback
+from lightning_recsys.checkpoints import is_folder
 
 
 class ModelCheckpoint(LeanCallback, LightningModelCheckpoint):
@@ -18,7 +20,7 @@ class ModelCheckpoint(LeanCallback, LightningModelCheckpoint):
       of every epoch, and after every validation within one.
     * Lightning looks at every batch at the state of the trainer, before it sees that there is nothing to do (measured:
       30 microseconds, half a percent of a small step).
-
+    * ``ckpt_path=last`` passes over a folder whose first save was cut off: there is nothing to go on from yet.
     * It knows in which epoch a checkpoint was written (:attr:`best_epoch`).
 
     Args:
@@ -47,6 +49,9 @@ class ModelCheckpoint(LeanCallback, LightningModelCheckpoint):
     def _save_checkpoint(self, trainer: pl.Trainer, filepath: str) -> None:
         self._epochs[filepath] = trainer.current_epoch + 1
         super()._save_checkpoint(trainer, filepath)
+
+    def _find_last_checkpoints(self, trainer: pl.Trainer) -> set[str]:
+        return {x for x in super()._find_last_checkpoints(trainer) if not Path(x).is_dir() or is_folder(x)}
 
     def state_dict(self) -> dict[str, Any]:
         """Lightning's, with the epochs."""

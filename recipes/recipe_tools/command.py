@@ -1,17 +1,20 @@
-"""How a recipe is called: by its file in the repository, as a command where the package was installed from a wheel."""
+"""How a recipe is called: by its file in the repository; as a command where it was started or installed as one."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 from omegaconf import OmegaConf
 
 import lightning_recsys
+from lightning_recsys.cli import recipes_folder
 
 
 def command(recipe: str) -> str:
     """What to type to run a recipe, for messages and help texts."""
-    installed = Path(__file__).resolve().is_relative_to(Path(lightning_recsys.__file__).resolve().parent)
+    installed = recipes_folder().is_relative_to(Path(lightning_recsys.__file__).parent)
+    installed |= getattr(sys.modules["__main__"], "STARTED_AS_COMMAND", False)  # by lightning_recsys.cli
     return f"lightning-recsys {recipe}" if installed else f"python recipes/{recipe}.py"
 
 

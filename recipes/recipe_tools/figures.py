@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import fmean, stdev
 from time import monotonic
 from typing import Any
 
@@ -27,7 +28,11 @@ from lightning_recsys.simulation import Results
 RUN_WIDTH = 15  # of a run's column: its numbers, and the longer words of its label, are whole
 PANELS = ["ne", "ne_by_time", "staleness", "utilization"]
 # A single run, as a figure.
-RUN = {"title": None, "about": None, "paper": None, "minutes": None, "cache": None, "panels": PANELS, "x": None}
+RUN = {
+    **{"title": None, "about": None, "paper": None, "minutes": None, "cache": None, "panels": PANELS, "x": None},
+    **{"rates": None, "rows_rate": 1, "seeds": None},
+}
+JUDGE = "val/ne"  # by which a series' rate is chosen; lower is better
 
 
 def runs_of(figure: Config) -> dict[str, list[str]]:
@@ -39,6 +44,9 @@ def runs_of(figure: Config) -> dict[str, list[str]]:
         for label, overrides in figure["series"].items()
         for value in axis["values"]
     }
+
+
+_RATE_KEYS = {f"optim.{part}{inner}.lr" for part in ("dense", "rows") for inner in ("", ".inner")}
 
 
 def is_alone(figure: Config) -> bool:
@@ -57,6 +65,9 @@ def check_overrides(figure: Config, overrides: Sequence[str]) -> None:
     series = {label: parse(list(added)) for label, added in figure["series"].items()}
     for override in parse(list(overrides)):
         given = _key(override)
+        if figure.get("rates") and (given == "seed" or given in _RATE_KEYS):
+            which = "seeds" if given == "seed" else "rates"
+            raise ValueError(f"{given}: the figure sets it for each run. Choose figure.{which}=... instead.")
         if places_set := [key for key in places if _concern(given, key, groups)]:
             raise ValueError(
                 f"{given}: the x axis of the figure sets {places_set[0]}. Choose its places instead:"
@@ -111,13 +122,44 @@ def composed(label: str, overrides: Sequence[str]) -> Config:
     return config
 
 
+def rate_overrides(config: Config, rate: float, rows_rate: float) -> list[str]:
+    """What gives a configuration's optimizers a rate: the dense part this one, rows so many times as much."""
+    optim = config["optim"]
+    inner = {part: ".inner" if "inner" in optim[part] else "" for part in ("dense", "rows")}
+    return [f"optim.dense{inner['dense']}.lr={rate:.6g}", f"optim.rows{inner['rows']}.lr={rate * rows_rate:.6g}"]
+
+
+def check_rates(figure: Config) -> None:
+    """Raise ``ValueError`` unless each series of a figure that tries rates has some, and there are several seeds."""
+    if figure["rates"] is None:
+        return
+    if figure["x"] is not None:
+        raise ValueError("figure.rates: a figure with an x axis tries no rates; leave them out.")
+    if missing := [label for label in figure["series"] if not figure["rates"].get(label)]:
+        raise ValueError(
+            f"figure.rates has none for the series {missing[0]!r}: give it a list, such as [0.001, 0.002]."
+        )
+    seeds = figure["seeds"] or []
+    if len(set(seeds)) < 2 or len(set(seeds)) < len(seeds):
+        raise ValueError(f"figure.seeds must be two or more different numbers with figure.rates, got {seeds}.")
+
+
 def introduce(figure: Config, labels: Sequence[str]) -> None:
     """Say what is drawn, what goes in and what comes out, how many runs that takes, and about how long."""
     if figure["title"] is None:
         return
     console().print(f"{figure['title']}. {figure['about'] or ''}", markup=False)
     minutes = f", about {figure['minutes']} minutes of one core" if figure["minutes"] else ""
-    console().print(f"{len(labels)} runs{minutes}: {'; '.join(labels)}", markup=False)
+    if (rates := figure["rates"]) is None:
+        console().print(f"{len(labels)} runs{minutes}: {'; '.join(labels)}", markup=False)
+        return
+    runs = sum(len(rates[label]) + len(figure["seeds"]) - 1 for label in labels)
+    tried = "; ".join(f"{label} ({', '.join(map(str, rates[label]))})" for label in labels)
+    console().print(
+        f"{runs} runs{minutes}: the rates of each series with seed {figure['seeds'][0]}, and the best of them by"
+        f" {JUDGE} with the other seeds: {tried}",
+        markup=False,
+    )
 
 
 def warning_of(run: dict[str, Any]) -> str | None:
@@ -178,6 +220,73 @@ def run_all(
             record.details.setdefault("warnings", {})[label] = warning
         keep(figure, runs, record)
     return runs
+
+
+def run_at_best_rates(
+    figure: Config,
+    series: dict[str, list[str]],
+    configs: dict[str, Config],
+    make: Callable[[str, list[str]], dict[str, Any]],
+    record: RunRecord,
+) -> dict[str, dict[str, Any]]:
+    """Try the rates of each series with the first seed, and repeat the best of them with the others.
+
+    Args:
+        figure: The figure that the runs are for.
+        series: The overrides of each series, by its label.
+        configs: The configuration of each series, which tells where its rates stand.
+        make: Makes the run of a label and of overrides.
+        record: The record of all runs. It gets the metrics, and warnings of series that diverged or whose best
+            rate is the largest or the smallest of those tried.
+
+    Returns:
+        By series: what came of the first seed, with the means over seeds of its curve and its metrics; ``rate``, the
+        best; ``tried``, what each rate came to, and ``seeds``, the metrics of each.
+    """
+    first, *others = figure["seeds"]
+
+    def at(label: str, rate: float, seed: int) -> dict[str, Any]:
+        chosen = [*rate_overrides(configs[label], rate, figure["rows_rate"]), f"seed={seed}"]
+        return make(f"{label}, rate {rate:g}, seed {seed}", [*series[label], *chosen])
+
+    found: dict[str, dict[str, Any]] = {}
+    for label in series:
+        rates = sorted(figure["rates"][label])
+        tried = {rate: at(label, rate, first) for rate in rates}
+        judged = {rate: _judged(run) for rate, run in tried.items()}
+        best = min(rates, key=judged.__getitem__)
+        runs = {first: tried[best], **{seed: at(label, best, seed) for seed in others}}
+        found[label] = run = {
+            **tried[best],
+            "rate": best,
+            "tried": judged,
+            "seeds": {str(seed): each["metrics"] for seed, each in runs.items()},
+            "curve": [_mean(points) for points in zip(*(each["curve"] for each in runs.values()), strict=True)],
+            "metrics": _mean([each["metrics"] for each in runs.values()]) | {"rate": best},
+        }
+        for name in (JUDGE, "val/auc"):
+            if name in run["metrics"]:
+                run["metrics"][f"{name}_deviation"] = stdev(each["metrics"][name] for each in runs.values())
+        warnings = [warning_of(run)]
+        if best in (rates[0], rates[-1]):
+            warnings.append(f"its best rate, {best:g}, is at an end of those tried; try others in figure.rates.")
+        if said := " ".join(filter(None, warnings)):
+            console().print(f"Warning: {label}: {said}", markup=False)
+            run["warning"] = said
+            record.details.setdefault("warnings", {})[label] = said
+        keep(figure, found, record)
+    return found
+
+
+def _judged(run: dict[str, Any]) -> float:
+    """How good a run is; one that came to no number is the worst."""
+    found = float(run["metrics"].get(JUDGE, math.nan))
+    return math.inf if math.isnan(found) else found
+
+
+def _mean(parts: Sequence[dict[str, float]]) -> dict[str, float]:
+    """The mean of each number that all of them have."""
+    return {name: fmean(part[name] for part in parts) for name in parts[0] if all(name in part for part in parts)}
 
 
 def keep(figure: Config, runs: dict[str, dict[str, Any]], record: RunRecord) -> Path:

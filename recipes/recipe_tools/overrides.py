@@ -18,13 +18,12 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep, Override
 from hydra.errors import HydraException
-from hydra.utils import get_object
 from omegaconf import AnyNode, DictConfig, OmegaConf
 from recipe_tools import command  # noqa: F401 - the help texts call it
 
-from lightning_recsys.renamed import new_name
+from lightning_recsys.cli import recipes_folder
 
-CONFIG_DIR = Path(__file__).resolve().parents[2] / "conf"
+CONFIG_DIR = recipes_folder().resolve().parent / "conf"
 
 
 def choices(config_name: str) -> str:
@@ -142,8 +141,6 @@ def _unknown_key(config: DictConfig, override: Override, top_names: set[str]) ->
             return f"{override.key_or_group}: {where} is one value ({node}), it has no keys. Write {where}=... instead."
         names = {str(name) for name in node}  # `in` would not count values that are still missing
         if key not in names:
-            if new := _new_name(node, key):
-                return f"{override.key_or_group}: {key} is called {new} now. Write {where}.{new}=... instead."
             allowed = {name for name in names if not name.startswith("_")} if where else top_names
             return _message(override.key_or_group, key, allowed, where)
         path.append(key)
@@ -151,13 +148,6 @@ def _unknown_key(config: DictConfig, override: Override, top_names: set[str]) ->
         if isinstance(node, DictConfig) and (node._is_none() or node._is_interpolation()):
             return None
     return None
-
-
-def _new_name(node: DictConfig, key: str) -> str | None:
-    """What the class that a part of the config makes calls an argument that it called ``key``."""
-    target = node.get("_target_")
-    kind = get_object(target) if isinstance(target, str) else None
-    return new_name(kind, key) if isinstance(kind, type) else None
 
 
 def _message(override: str, name: str, allowed: Iterable[str], where: str = "") -> str:

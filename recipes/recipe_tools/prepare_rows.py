@@ -8,7 +8,7 @@ from pathlib import Path
 from recipe_tools.build import Config, build
 from recipe_tools.command import command
 from recipe_tools.overrides import CONFIG_DIR
-from recipe_tools.report import console
+from recipe_tools.report import console, rows_of_files
 from rich.table import Table
 
 from lightning_recsys.data import guess_schema
@@ -74,7 +74,7 @@ def ready_schemas() -> dict[str, Config]:
 
 
 def print_manifest(manifest: Manifest, root: Path) -> None:
-    """Print rows, positives and shards of each split, what was skipped, and what to do next."""
+    """Print rows, positives and shards of each split, what became of the rows of each file, and what to do next."""
     table = Table("split", "rows", "positive", "shards", "bytes", title=str(root), title_justify="left")
     statistics = manifest.details["statistics"]
     for split, shards in manifest.splits.items():
@@ -83,6 +83,8 @@ def print_manifest(manifest: Manifest, root: Path) -> None:
         table.add_row(split, f"{rows:,}", positive, str(len(shards)), f"{sum(shard.bytes for shard in shards):,}")
     output = console()
     output.print(table)
+    for about, account in rows_of_files(manifest.details.get("rows", {})):
+        output.print(f"{about}: {account}", markup=False, highlight=False, soft_wrap=True)
     for path, skipped in manifest.details["skipped"].items():
         message = SkippedRows(**skipped).describe(path)
         output.print(message, markup=False, highlight=False, soft_wrap=True)

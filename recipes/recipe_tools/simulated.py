@@ -31,14 +31,17 @@ def simulated(simulate: Simulate, label: str, overrides: Sequence[str], *, cache
 
     Args:
         simulate: Makes one simulation.
-        label: Name of the simulation, with which the name of its folder in the cache begins.
+        label: Name of the simulation, with which the name of its folder in the cache begins; one of the same
+            configuration is found under any label.
         overrides: Overrides of the configuration ``simulate``.
         cache: Finished simulations, a folder each, named by a digest of the configuration: what differs is made anew,
             as is one of files that have changed since, or of another version of this package.
         root: ``paths.data``, which is no part of the digest.
     """
     config = _configuration(overrides, folder=Path("/"), root="/")
-    folder = cache.absolute() / f"{re.sub(r'[^A-Za-z0-9._]+', '-', label)}-{digest(config)}"
+    name = digest(config)
+    folder = cache.absolute() / f"{re.sub(r'[^A-Za-z0-9._]+', '-', label)}-{name}"
+    folder = next(iter(sorted(cache.absolute().glob(f"*-{name}"))), folder)  # made under another label
     config = _configuration(overrides, folder=folder, root=root)
     inputs = _inputs(config)
     if (kept := completed_record(folder)) is not None:

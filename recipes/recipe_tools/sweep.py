@@ -27,8 +27,11 @@ from recipe_tools.config_types import check_complete
 from recipe_tools.quiet import be_quiet
 from recipe_tools.record import FILE_NAME, RunRecord, isolated_job
 from recipe_tools.report import METRICS, console
+from rich.cells import cell_len
 from rich.markup import escape
 from rich.table import Table
+
+_BORDER = 3  # what a column of a printed table takes beside its cells; the table itself takes one more
 
 log = logging.getLogger(__name__)
 
@@ -195,16 +198,37 @@ def write_markdown(path: Path, cells: list[list[str]]) -> None:
 
 
 def print_comparison(cells: list[list[str]], folder: Path) -> None:
-    """Print the table and where it was written."""
-    header, *body = [[escape(cell) for cell in line] for line in cells]
-    table = Table(*header, title=f"{len(body)} job{'s' if len(body) > 1 else ''}", title_justify="left")
-    for line in body:
-        table.add_row(*line)
-    output = console()
-    output.print(table)
+    """Print the table, in several pieces below each other where it is too wide, and where it was written."""
+    output, num_jobs = console(), len(cells) - 1
+    title: str | None = f"{num_jobs} job{'s' if num_jobs > 1 else ''}"
+    for columns in fitting(cells, output.width):
+        table = Table(title=title, title_justify="left")
+        for column in columns:
+            table.add_column(escape(cells[0][column]), overflow="fold")
+        for line in cells[1:]:
+            table.add_row(*(escape(line[column]) for column in columns))
+        output.print(table)
+        title = None
     output.print(
         f"Written to {folder / 'comparison.csv'} and comparison.md", markup=False, highlight=False, soft_wrap=True
     )
+
+
+def fitting(cells: list[list[str]], width: int) -> list[list[int]]:
+    """The columns of each piece of a table that fit into a width, the first one in all of them.
+
+    A column that does not fit beside the first one has a piece of its own.
+
+    >>> fitting([["job", "model", "val/ne"], ["0", "dcn", "0.8123"]], width=20)
+    [[0, 1], [0, 2]]
+    """
+    widths = [max(map(cell_len, column)) + _BORDER for column in zip(*cells, strict=True)]
+    pieces: list[list[int]] = []
+    for column in range(1, len(widths)):
+        if not pieces or sum(widths[place] for place in (*pieces[-1], column)) >= width:
+            pieces.append([0])
+        pieces[-1].append(column)
+    return pieces
 
 
 def for_people(rows: list[dict[str, Any]], *, optimized_metric: str, own: Sequence[str] = ()) -> list[list[str]]:

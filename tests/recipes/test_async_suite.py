@@ -48,4 +48,5 @@ def test_jobs_when_started_then_training_takes_their_settings():
     for strategy, options in suite.VARIANTS.values():
         signature(training.train).bind(folder="f", asker=1, batch_size=8, name=strategy, strategy=options)
         made = make_strategy(strategy, **options)
-        assert {name: getattr(made, name) for name in options} == options
+        taken = vars(made) | vars(made.dense)  # settings of the dense part are there
+        assert {name: taken[name] for name in options} == options

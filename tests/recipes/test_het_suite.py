@@ -4,11 +4,14 @@ from functools import cache
 
 import numpy as np
 import pytest
+import pytorch_lightning as pl
 from benchmarks.harness.workload import Workload
-from benchmarks.suites.het.cache import replay
-from benchmarks.suites.het.link import Crossed
+from benchmarks.suites.het.cache import replay, worker
+from benchmarks.suites.het.link import HET, HYBRID, PREFETCHED, Crossed, variants
 from benchmarks.suites.het.traces import Trace, oracle
 from benchmarks.suites.het.training import PAPERS_MODELS
+
+from lightning_recsys.strategies import HETStrategy
 
 
 def fewest_misses(keys, limit):
@@ -81,3 +84,23 @@ def test_replay_when_all_batches_are_announced_then_misses_are_the_oracles():
     # Batches that were announced in a window as long as the trace: Belady's choice but for ties.
     assert cached.miss_rate == pytest.approx(best.miss_rate, rel=0.02)
     assert cached.num_bytes < 0.7 * without.num_bytes
+
+
+@pytest.mark.distributed
+def test_hybrid_prefetched_when_it_trains_then_moves_what_hybrid_moves_and_asks_ahead():
+    work, told = Workload(rows=16 * 12), {}
+    for name, (settings, _) in variants(staleness=100, warm_steps=0).items():
+        caches = settings["algorithm"] == "het"
+        quiet = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
+        strategy = pl.Trainer(accelerator="cpu", devices=1, strategy=HETStrategy(**settings), **quiet).strategy
+        assert strategy.rows._prefetches == caches  # as one worker
+        options = {"cache_rows": settings.get("cache_rows", 10_000 * caches), "staleness": strategy.rows.staleness}
+        with worker(work, dim=4, batch_size=16, lookahead_batches=0, **options) as own:
+            assert len(list(own.steps([x.sparse for x in work.batches(16)]))) == 12
+            own.backend.flush()
+            told[name] = own.backend.telemetry()
+    moved = {name: x["comm/rows_bytes"] + x["comm/gradients_bytes"] for name, x in told.items()}
+    assert moved[PREFETCHED] == moved[HYBRID]
+    assert moved[HET] < 0.8 * moved[HYBRID]
+    # What two batches in a row share is pushed and fetched when it is looked up; all else was asked for before.
+    assert told[PREFETCHED]["cache/refresh_rate"] == told[PREFETCHED]["cache/hit_rate"] > 0

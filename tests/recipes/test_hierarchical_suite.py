@@ -48,8 +48,8 @@ class Pretended:
         self.folder, self.is_alone = folder, settings[0]["strategy"] is None
         self.batch_size = settings[0]["batch_size"]
         if not self.is_alone:
-            strategy = HierarchicalStrategy(**settings[0]["strategy"])
-            assert (strategy.groups.world_size, strategy.groups.node_of(0)) == (workers, 0)
+            groups = HierarchicalStrategy(**settings[0]["strategy"]).dense.groups
+            assert (groups.world_size, groups.node_of(0)) == (workers, 0)
             assert [own.get("interface") for own in settings] == [None, "link-b"]
             assert read_plan(Path(settings[0]["plan"]))  # which every rank can read
             (folder / hierarchical.PLAN).write_text("measured: {wait_per_request: 0.001}")

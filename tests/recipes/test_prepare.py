@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import csv
 import json
+import re
+import sys
 
 import numpy as np
 import predict
@@ -9,6 +11,9 @@ import prepare
 import pytest
 import yaml
 from omegaconf import OmegaConf
+from recipe_tools.command import command
+
+from lightning_recsys import cli
 
 TINY = ("model=lr", "data.batch_size=50", "logger=none", "callbacks/progress_bar=none")
 
@@ -28,7 +33,8 @@ def own_rows(tmp_path_factory, run_forked):
 def test_schema_command_writes_a_schema_and_nothing_else(own_rows):
     folder, done = own_rows
     assert (done.returncode, done.stderr) == (0, "")
-    assert "python recipes/train.py data=tabular data.schema=clicks.yaml" in done.stdout
+    first = "python recipes/train.py data=tabular data.schema=clicks.yaml data.batch_size=32 trainer.max_epochs=14"
+    assert done.stdout.splitlines()[-1].strip() == first
     schema = yaml.safe_load((folder / "clicks.yaml").read_text())
     assert schema["label"] == {"column": "click"}
     assert list(schema["categorical"]) == ["user"]
@@ -70,10 +76,19 @@ def trained(own_rows, run_forked):
     return folder / "train"
 
 
+def test_run_on_own_rows_has_logistic_regression_beside_it(trained):
+    baseline = json.loads((trained / "metrics.json").read_text())["baseline"]
+    assert baseline["share"] == 1
+    assert baseline["auc"] > 0.6  # of twenty users, five kinds of them
+    assert baseline["ne"] < 1
+
+
 def test_one_key_of_the_schema_is_changed_on_the_command_line(trained):
     record = json.loads((trained / "metrics.json").read_text())
     assert record["config"]["data"]["schema"]["split"] == {"test": 0.2}
     assert record["config"]["data"]["schema"]["label"] == {"column": "click"}
+    clicks = str(trained.parent / "clicks.csv")
+    assert record["rows_read"] == {clicks: {"rows": 600, "used": 600, "skipped": 0, "comments": 0}}
     assert record["unknown_ids"] == {"validation": {"user": 0.0}, "test": {"user": 0.0}}
 
 
@@ -94,6 +109,8 @@ def test_rows_without_labels_are_predicted_from_the_checkpoint_alone(trained, ru
     done = run_forked("predict.py", *line, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "Wrote predictions.csv: 3 predictions." in done.stdout
+    assert re.search(r"Rows of new\.csv +│ +3 = 3 used \+ 0 skipped \+ 0 comments", done.stdout)
+    assert re.search(r"Ids of user unknown to training +│ +33\.3%", done.stdout)
     header, *rows = csv.reader((tmp_path / "predictions.csv").read_text().splitlines())
     assert header == ["request", "prediction"]
     assert [row[0] for row in rows] == ["007", "008", "009"]
@@ -109,3 +126,38 @@ def test_rows_without_labels_are_predicted_from_the_checkpoint_alone(trained, ru
     again = run_forked("predict.py", *line, "data=[new.csv,nowhere.csv]", "overwrite=true", folder=tmp_path)
     assert again.returncode == 1
     assert "data: there is no file nowhere.csv" in again.stderr
+    (tmp_path / "strange.csv").write_text("price,request,visitor\n0.5,007,u1\n")
+    lacks = run_forked("predict.py", line[0], "data=strange.csv", "out=none.csv", folder=tmp_path)
+    assert lacks.returncode == 1
+    assert lacks.stderr.startswith("schema.categorical names column 'user', which is not in ")
+    assert len(lacks.stderr.splitlines()) == 1
+    (tmp_path / "unseen.csv").write_text("price,request,user\n0.5,007,v1\n0.5,008,v2\n")
+    unseen = run_forked("predict.py", line[0], "data=unseen.csv", "out=unseen.csv.parquet", folder=tmp_path)
+    assert "user: 100 % of the predicted rows' ids are unknown to training" in unseen.stdout
+
+
+def test_messages_when_a_recipe_was_started_as_a_command_then_name_commands(tmp_path, monkeypatch, capsys):
+    (tmp_path / "hello.py").write_text("from recipe_tools.command import command\nprint(command('train'))\n")
+    monkeypatch.setattr(cli, "recipes_folder", lambda: tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "argv", [*sys.argv])
+    cli.run_recipe("hello", [])
+    assert capsys.readouterr().out == "lightning-recsys train\n"
+    assert command("train") == "python recipes/train.py"
+
+
+def test_predict_when_the_users_own_model_raises_then_the_traceback_is_in_the_log_for_whoever_asks(
+    tmp_path, monkeypatch, caplog
+):
+    def of_the_model(config):
+        raise ValueError("the model's own")
+
+    monkeypatch.setattr(predict, "predict", of_the_model)
+    monkeypatch.setattr(predict, "plain", OmegaConf.to_container)
+    monkeypatch.setattr(predict, "be_quiet", lambda: None)
+    cfg = OmegaConf.create({"out": str(tmp_path / "out.csv"), "overwrite": False})
+    for level in ("INFO", "DEBUG"):
+        caplog.clear()
+        with caplog.at_level(level, "predict"), pytest.raises(SystemExit, match=r"^the model's own$"):
+            predict.main.__wrapped__(cfg)
+        assert ("in of_the_model" in caplog.text) == (level == "DEBUG")

@@ -67,6 +67,16 @@ def test_unknown_ids_when_they_are_most_then_a_line_names_column_and_rows(tmp_pa
     assert said == "user: 75 % of the test rows' ids are unknown to training, and share one embedding."
 
 
+def test_files_when_there_are_many_then_those_that_lost_rows_are_told_one_by_one_and_all_rows_are_counted():
+    whole = {"rows": 1000, "used": 1000, "skipped": 0, "comments": 0}
+    read = {f"/data/day={day}/clicks.csv": whole for day in range(20)}
+    read["/data/day=13/clicks.csv"] = {"rows": 1000, "used": 297, "skipped": 3, "comments": 700}
+    lines = dict(report.rows_of_files(read))
+    assert next(iter(lines.items())) == ("Rows of day=13/clicks.csv", "1,000 = 297 used + 3 skipped + 700 comments")
+    assert lines["Rows of 12 other files"] == "12,000 = 12,000 used + 0 skipped + 0 comments"
+    assert len(lines) == report.FILES + 1
+
+
 def test_run_when_another_one_writes_to_its_folder_then_is_refused(tmp_path):
     first = record.RunRecord(tmp_path, config={}, overrides=["first"], alone=True)
     with first, pytest.raises(ValueError, match=r"another run writes to .*same second.*hydra\.run\.dir="):

@@ -1,10 +1,16 @@
-"""What ``recipes/serve.py`` leaves of a server's processes."""
+"""What ``recipes/serve.py`` leaves of a server's processes, and ``recipes/export.py`` beside a version that is held."""
 
 import multiprocessing
 import time
+from types import SimpleNamespace
 
+import export as recipe
 import pytest
+import torch
 from serve import run
+
+from lightning_recsys.models import LogisticRegression
+from lightning_recsys.serving import ModelReader, dense, export, roll_back
 
 
 class Interrupted:
@@ -30,3 +36,33 @@ def test_server_when_ended_while_it_starts_then_no_process_is_left():
     with pytest.raises(SystemExit, match="was killed"):
         run(Interrupted(RuntimeError("a process was killed")), host="127.0.0.1", port=8000)
     assert multiprocessing.active_children() == []
+
+
+def test_export_when_another_version_is_held_then_onnx_is_of_the_published_one_and_a_warning_says_what_counts(
+    tmp_path, monkeypatch, caplog
+):
+    task, written = SimpleNamespace(model=LogisticRegression(2, {"a": 5})), {}
+    task.modules, task.load_state_dict = task.model.modules, task.model.load_state_dict
+    made = {
+        "check_onnx": lambda file: None,
+        "check_file": lambda path: None,
+        "load_checkpoint": lambda *_: {"state_dict": task.model.state_dict(), "epoch": 1, "global_step": 9},
+        "build_datamodule": lambda *_, **__: SimpleNamespace(num_dense=2),
+        "build_task": lambda *_: task,
+        "export_onnx": lambda model, file: written.update({file: model}),
+    }
+    for name, function in made.items():
+        monkeypatch.setattr(recipe, name, function)
+    monkeypatch.setattr(export, "export_apart", dense._export)
+    out = str(tmp_path / "published")
+    config = {"checkpoint": str(tmp_path / "a.ckpt"), "out": out, "rows": "float32", "layout": "versions"}
+    config |= {"keep_runs": None, "onnx": None}
+    assert recipe.export(config) == f"published version 1 in {out}"
+    roll_back(out, 1)
+    with torch.no_grad():
+        task.model.first_order.bias.fill_(3.0)
+    assert recipe.export(config | {"onnx": "dense.onnx"}).startswith(f"published version 2 in {out}; its dense part")
+    assert written["dense.onnx"].version == 2
+    assert written["dense.onnx"].weights["first_order.bias"].item() == 3.0
+    assert ModelReader(out).version == 1
+    assert f"Version 1 of {out} counts, and not version 2" in caplog.text

@@ -1,6 +1,7 @@
 """The ShadowSync suite: jobs in turns, a link between two hosts, what is kept of interrupted runs, the command line."""
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -15,6 +16,7 @@ import numpy as np
 import psutil
 import pytest
 from benchmarks.harness import hosts, jobs, processes
+from benchmarks.harness.bars import Bars
 from benchmarks.harness.hosts import Host, NoLinkError, linked_hosts
 from benchmarks.harness.jobs import Job, descendants, steps_per_second
 from benchmarks.suites.shadowsync import quality as shadowsync_quality
@@ -89,6 +91,9 @@ def test_linked_hosts_then_they_reach_each_other_at_the_rate_and_are_gone_afterw
     try:
         with linked_hosts("80mbit") as (a, b):
             assert a.namespace in namespaces()
+            for host in (a, b):
+                show = ["ip", "-n", host.namespace, "-brief", "link", "show", "dev", host.interface]
+                assert subprocess.run(show, capture_output=True, text=True).stdout.split()[1] == "UP"
             server = subprocess.Popen(
                 b.command(sys.executable, "-c", RECEIVE, b.address), stdout=subprocess.PIPE, text=True
             )
@@ -287,6 +292,22 @@ def test_link_then_the_gap_is_that_of_the_trainer_that_waits_longest(suite, monk
     assert set(row.to_dict()["examples_per_second"]) == {"not synchronised", "FR-EASGD-5", "FR-EASGD-30", "S-EASGD"}
     assert gaps.rows[-1][:2] == ["S-EASGD", "5.0, 6.0"]
     assert verdicts(bars)["sync gap of S-EASGD, 1gbit link"] == (6.0, "pass")
+
+
+def test_link_when_a_trainer_made_no_round_then_its_gap_is_infinite(suite, monkeypatch):
+    both = tuple(Host(name, f"10.0.0.{i}", f"link-{name}") for i, name in enumerate("ab"))
+    monkeypatch.setattr(shadowsync, "linked_hosts", lambda rate: nullcontext(both))
+
+    class Late(Pretended):
+        def __init__(self, name, *given, **settings) -> None:
+            super().__init__(name, *given, **settings)
+            self.telemetry[1] = {}
+
+    monkeypatch.setattr(jobs, "Job", Late)
+    (_, gaps), bars = suite.link("1gbit")
+    assert gaps.rows[-1] == ["S-EASGD", "5.0, no round", "2.0, 0.0"]
+    assert verdicts(bars)["sync gap of S-EASGD, 1gbit link"] == (math.inf, "FAIL")
+    assert Bars(tuple(bars)).to_dict()["bars"][-1]["value"] is None
 
 
 def test_link_when_there_can_be_none_then_its_bars_say_not_measured(suite, monkeypatch):

@@ -128,15 +128,17 @@ def test_override_when_a_figure_sets_it_itself_then_refused(composed):
         },
         "het_table_1": {"model=dlrm": "series 'DeepFM, hybrid' of the figure sets model.* figure.series"},
         "asgd_5": {
-            "cluster=asgd_1k": "series '1000 workers' of the figure sets cluster",
+            "cluster=asgd_1k": "series '1x' of the figure sets cluster",
             "cluster.staleness.target=3000": "sets cluster.staleness",
-            "cluster.workers_per_replica=9": r"differ in it \(1000 with cluster=asgd_1k, 3000 with cluster=asgd_3k",
+            "cluster.workers.elsewhere.mean=9": r"differ in it \(0.1 with cluster=asgd_1k, 0.3 with cluster=asgd_3k",
+            "optim.dense.lr=1": r"the figure sets it for each run. Choose figure.rates=",
+            "seed=1": r"Choose figure.seeds=",
         },
     }
     for name, messages in refused.items():
         figure = {**RUN, **plain(composed("simulate", f"figure={name}"))["figure"]}
         with initialize_config_dir(str(CONF), version_base="1.3"):
-            check_overrides(figure, [f"figure={name}", "seed=1", "cluster.link.delay=0.1", "model.embedding_dim=4"])
+            check_overrides(figure, [f"figure={name}", "examples=9", "cluster.link.delay=0.1", "model.embedding_dim=4"])
             for override, message in messages.items():
                 with pytest.raises(ValueError, match=message):
                     check_overrides(figure, [override])
@@ -193,6 +195,46 @@ def test_figure_when_a_run_diverges_and_it_is_interrupted_then_what_is_there_is_
     kept = json.loads((tmp_path / "metrics.json").read_text())
     assert kept["metrics"]["good/val/ne"] == 1.0
     assert "at the end" in kept["warnings"]["wild"]
+
+
+def test_figure_when_rates_are_tried_then_the_best_by_validation_is_repeated_with_the_other_seeds(tmp_path):
+    made = []
+
+    def make(label, overrides):
+        made.append(overrides)
+        rate, seed = (float(x.split("=")[1]) for x in (overrides[1], overrides[3]))
+        entropy = math.nan if rate == 4 else (rate - 2.0) ** 2 + 0.5 + seed / 8
+        return {"metrics": {"val/ne": entropy, "val/auc": seed}, "curve": [{"examples": 5, "val/ne": entropy}]}
+
+    figure = {
+        **RUN,
+        "series": {"a": [], "b": []},
+        "rates": {"a": [4.0, 2, 1], "b": [1]},
+        "rows_rate": 10,
+        "seeds": [0, 2],
+    }
+    plain_, swap = {"dense": {}, "rows": {}}, {"dense": {"inner": {}}, "rows": {"inner": {}}}
+    configs = {"a": {"optim": plain_}, "b": {"optim": swap}}
+    figures.check_rates(figure)
+    with RunRecord(tmp_path, config={}, overrides=[]) as record:
+        runs = figures.run_at_best_rates(figure, {"a": ["x=1"], "b": ["x=2"]}, configs, make, record)
+    assert [x[1:] for x in made if x[0] == "x=1"] == [
+        [f"optim.dense.lr={rate}", f"optim.rows.lr={10 * rate}", f"seed={seed}"]
+        for rate, seed in ((1, 0), (2, 0), (4, 0), (2, 2))
+    ]
+    assert made[-1] == ["x=2", "optim.dense.inner.lr=1", "optim.rows.inner.lr=10", "seed=2"]
+    assert runs["a"]["metrics"] == pytest.approx(
+        {"val/ne": 0.625, "val/auc": 1.0, "rate": 2, "val/ne_deviation": 0.25 / 2**0.5, "val/auc_deviation": 2**0.5}
+    )
+    assert runs["a"]["curve"] == [{"examples": 5, "val/ne": 0.625}]
+    assert "warning" not in runs["a"]
+    assert "at an end of those tried" in runs["b"]["warning"]
+    for wrong, message in (
+        ({"seeds": [1]}, "figure.seeds must be"),
+        ({"rates": {"a": [1]}}, "none for the series 'b'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            figures.check_rates(figure | wrong)
 
 
 def test_simulation_when_finished_before_then_taken_with_all_its_numbers(composed, tmp_path):

@@ -3,6 +3,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import re
 import time
 from pathlib import Path
 
@@ -13,8 +14,19 @@ from hydra.core.utils import JobReturn, JobStatus
 from hydra.types import RunMode
 from omegaconf import OmegaConf
 from recipe_helpers import TINY, run_watched, train_here
+from recipe_tools import sweep as sweep_tools
 from recipe_tools.record import isolated_job
-from recipe_tools.sweep import SweepComparison, comparison, for_people, read_records, write_csv, write_markdown
+from recipe_tools.report import METRICS
+from recipe_tools.sweep import (
+    SweepComparison,
+    comparison,
+    for_people,
+    print_comparison,
+    read_records,
+    write_csv,
+    write_markdown,
+)
+from rich.console import Console
 
 
 @pytest.fixture(scope="module")
@@ -163,3 +175,30 @@ def test_comparison_shows_the_overrides_that_differ(tmp_path):
         "| 0 | dlrm | 0.01235 | completed | 0.8123 | 1.0 |  |",
         "| 1 | lr |  | failed |  | 1.0 | ValueError: a \\| b |",
     ]
+
+
+def test_comparison_when_it_is_wider_than_the_terminal_then_every_cell_is_whole_in_one_of_its_pieces(
+    tmp_path, monkeypatch, capsys
+):
+    header = [
+        "job",
+        "model",
+        "strategy.lookahead",
+        "optim.dense.lr",
+        "status",
+        *(name.split(" (")[0] for name, _, _ in METRICS[:8]),
+    ]
+    cells = [header, *([str(job), "deepfm", "16", f"0.00{job}", "completed", *["0.1234"] * 8] for job in range(12))]
+    cells[0].append("error")
+    for line in cells[1:]:
+        line.append("ValueError: " + "a long sentence that no line of this terminal holds " * 3)
+    monkeypatch.setattr(sweep_tools, "console", lambda: Console(width=80, force_terminal=False))
+    print_comparison(cells, tmp_path)
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines[:-1])) <= 80
+    shown = [[cell.strip() for cell in re.split("[│┃]", line)[1:-1]] for line in lines]
+    for place, name in enumerate(header[:-1]):
+        (top,) = [number for number, line in enumerate(shown) if name in line and (place or number < 3)]
+        column = shown[top].index(name)
+        for line, found in zip(cells[1:], shown[top + 2 :], strict=False):
+            assert (found[0], found[column]) == (line[0], line[place])

@@ -49,6 +49,15 @@ def test_parallel_jobs_equal_consecutive_ones_and_leave_nothing(tmp_path):
     assert parallel == consecutive
 
 
+@needs("hydra_plugins.hydra_submitit_launcher")
+def test_jobs_of_submitit_then_train_in_processes_that_know_nothing_of_the_recipes_folder(tmp_path):
+    jobs = ("-m", *TINY_DATA, *QUIET, "model=lr", "strategy=ddp", "hydra.sweep.dir=out")
+    done = run_recipe("train.py", *jobs, "hydra/launcher=submitit_local", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "1 job" in done.stdout
+    assert metrics_below(tmp_path / "out").keys() == {0}
+
+
 @needs("hydra_plugins.hydra_joblib_launcher")
 @pytest.mark.parametrize(("number", "strategy"), [(signal.SIGINT, "single"), (signal.SIGKILL, "ddp")])
 def test_parallel_jobs_when_interrupted_or_killed_then_no_process_is_left(tmp_path, number, strategy):

@@ -6,12 +6,14 @@ import json
 import runpy
 
 import pytest
+import pytorch_lightning as pl
 import torch
 from evaluate import offer_checkpoint_config
 from export import export
 from lightning_utilities.core.rank_zero import rank_zero_only
 from recipe_helpers import CONF, RECIPES, TINY, plain, run_recipe, train_here
-from recipe_tools.build import build_dense_optimizer, build_trainer
+from recipe_tools.build import build_dense_optimizer, build_trainer, take_started
+from recipe_tools.checkpoint import ModelCheckpoint
 from recipe_tools.overrides import explain
 from recipe_tools.record import RunRecord, isolated_job
 from recipe_tools.sweep import optimized_value, refuse_reexecution
@@ -55,14 +57,22 @@ def test_run_closes_with_a_table(run):
     assert table[-1].split("│")[2].strip().endswith("/out")
 
 
-def test_run_shows_one_progress_bar_and_nothing_else(run):
+def test_run_shows_one_progress_bar_and_what_to_try_and_nothing_else(run):
     _, done = run
     assert [line for line in done.stderr.splitlines() if not line.startswith("wandb:")] == []
     (bar,) = [line for line in done.stdout.splitlines() if "10/10" in line]
     assert "train/ne: " in bar
     assert "val/ne: " in bar
     assert len(bar) <= 80
-    assert len(done.stdout.splitlines()) == 1 + len(LABELS) + 7  # title, two rules and four more rows
+    *rest, steps, ne = done.stdout.splitlines()
+    assert len(rest) == 1 + len(LABELS) + 7  # title, two rules and four more rows
+    assert steps == (
+        "The run made 10 steps, in which hardly anything is learned. Try data.batch_size=32 trainer.max_epochs=7."
+    )
+    assert ne.startswith("The NE is 1.")
+    assert ne.endswith(
+        ": above 1, the share of positives predicts the test rows better than the model. More steps come first."
+    )
     assert [line for line in done.stdout.splitlines() if "INFO" in line or "WARNING" in line] == []
 
 
@@ -77,7 +87,7 @@ def test_record_holds_what_ran_and_what_came_out(run):
     assert record["versions"]["torch"] == torch.__version__
     assert {"python", "pytorch-lightning", "lightning-recsys"} <= record["versions"].keys()
     assert record["wall_time_s"] > 0
-    assert (record["epochs"], record["best_epoch"]) == (1, 1)
+    assert (record["steps"], record["epochs"], record["best_epoch"]) == (10, 1, 1)
     assert record["best_score"] == pytest.approx(record["metrics"]["val/ne"])
     assert record["parameters"]["embedding_rows"] == sum(record["config"]["data"]["cardinalities"])
     assert record["parameters"]["embedding"] == 4 * record["parameters"]["embedding_rows"]
@@ -161,6 +171,33 @@ def test_evaluate_names_a_checkpoint_that_is_not_there():
 def test_train_names_a_checkpoint_that_is_not_there(composed, tmp_path):
     with pytest.raises(ValueError, match=r"^ckpt_path: there is no checkpoint nowhere/last\.ckpt, which would be /"):
         train_here(composed("train", *TINY, "ckpt_path=nowhere/last.ckpt"), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("started", "expected"),
+    [
+        ({}, {"num_nodes": 1, "devices": "auto"}),
+        ({"WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "2"}, {"num_nodes": 3, "devices": 2}),
+    ],
+)
+def test_auto_then_nodes_and_devices_are_those_that_were_started(started, expected, monkeypatch):
+    for name, value in started.items():
+        monkeypatch.setenv(name, value)
+    trainer = {"num_nodes": "auto", "devices": "auto"}
+    take_started(trainer)
+    assert trainer == expected
+    chosen = {"num_nodes": 1, "devices": 4}
+    take_started(chosen)
+    assert chosen == {"num_nodes": 1, "devices": 4}
+
+
+def test_last_checkpoint_when_its_first_save_was_cut_off_then_there_is_none_to_go_on_from(tmp_path):
+    (tmp_path / "last.ckpt").mkdir()
+    callback = ModelCheckpoint(tmp_path)
+    assert callback._find_last_checkpoints(pl.Trainer(logger=False, accelerator="cpu")) == set()
+    (tmp_path / "last.ckpt").rmdir()
+    (tmp_path / "last.ckpt").touch()
+    assert callback._find_last_checkpoints(pl.Trainer(logger=False, accelerator="cpu")) == {str(tmp_path / "last.ckpt")}
 
 
 def test_dense_optimizer_without_a_fused_kernel_is_built_without_it(composed):
@@ -310,24 +347,6 @@ def test_wrong_override_on_the_command_line_says_what_is_allowed(run_forked, tmp
 def test_wrong_override_is_explained(override, message):
     (explained,) = explain([override], config_name="train")
     assert explained.startswith(message)
-
-
-@pytest.mark.parametrize(
-    ("chosen", "old", "new"),
-    [
-        ("strategy=het", "strategy.num_servers", "num_embedding_servers"),
-        ("strategy=het_hybrid", "strategy.mode", "algorithm"),
-        ("strategy=shadowsync", "strategy.mode", "rounds"),
-        ("strategy=shadowsync", "strategy.placement", "table_placement"),
-        ("strategy=des", "strategy.placement", "field_placement"),
-        ("strategy=des", "strategy.replicas", "num_replicas"),
-        ("optim=adam", "optim.rows.learning_rate", "lr"),
-    ],
-)
-def test_old_key_is_explained_by_the_new_one(chosen, old, new):
-    place, key = old.rsplit(".", 1)
-    (explained,) = explain([chosen, f"{old}=1"], config_name="train")
-    assert explained == f"{old}: {key} is called {new} now. Write {place}.{new}=... instead."
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,24 @@ def names_below(folder: Path) -> set[str]:
 @pytest.mark.parametrize("folder", ["conf", "recipes"])
 def test_wheel_then_carries_all_configurations_and_recipes(unpacked, folder):
     carried = names_below(unpacked / "lightning_recsys" / folder)
+    carried |= {f"recipe_tools/{name}" for name in names_below(unpacked / "recipe_tools") if folder == "recipes"}
     assert carried == {name for name in names_below(ROOT / folder) if "__pycache__" not in name}
+
+
+@pytest.mark.parametrize("site", ["repository", "wheel"])
+def test_process_when_it_starts_without_the_folder_of_the_recipes_then_finds_what_a_sweep_sends_it(
+    site, unpacked, tmp_path
+):
+    """As the jobs of submitit do: they get objects whose classes are in recipe_tools, and nobody's ``sys.path``."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    if site == "wheel":
+        environment["PYTHONPATH"] = str(unpacked)
+    line = [sys.executable, "-c", "import recipe_tools; print(recipe_tools.__file__)"]
+    done = subprocess.run(line, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert (
+        Path(done.stdout.strip()).parent == {"repository": ROOT / "recipes", "wheel": unpacked}[site] / "recipe_tools"
+    )
 
 
 def test_train_from_the_wheel_then_runs_with_its_own_configuration(unpacked, tmp_path):

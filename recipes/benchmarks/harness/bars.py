@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,7 +15,7 @@ class Bar:
 
     Args:
         name: What was measured.
-        value: ``None`` where it could not be measured here.
+        value: ``None`` where it could not be measured here; infinite where what it counts steps to never came.
         side: Of the limit on which the value must be.
         limit: The bar.
         unit: Of both.
@@ -57,7 +58,8 @@ class Bars:
             "bars": [
                 {
                     "name": bar.name,
-                    "value": None if bar.value is None else round(bar.value, 4),
+                    # JSON has no infinity; the verdict tells it from what was not measured.
+                    "value": None if bar.value is None or math.isinf(bar.value) else round(bar.value, 4),
                     **({} if bar.standard_error is None else {"standard_error": round(bar.standard_error, 4)}),
                     bar.side.replace(" ", "_"): bar.limit,
                     "unit": bar.unit.strip(),

@@ -11,6 +11,7 @@ import re
 import shutil
 import socket
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from itertools import count
 from pathlib import Path
 
 HEADERS = 66  # bytes of a packet: Ethernet 14, IP 20, TCP with time stamps 32
+
+RUNNING_SECONDS = 30.0  # for a link to run on a busy machine
 
 _numbers = count()  # of the links of this process: several may be there at once
 
@@ -73,6 +76,8 @@ def linked_hosts(rate: str | None = "1gbit") -> Iterator[tuple[Host, Host]]:
             _run(*inside, "addr", "add", f"{host.address}/24", "dev", host.interface)
             _run(*inside, "link", "set", host.interface, "up")
             _run(*inside, "link", "set", "lo", "up")
+        for host in hosts:
+            _await_running(host)
         if rate is not None:
             limit_rate((a, b), rate)
         yield a, b
@@ -112,6 +117,18 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def _await_running(host: Host) -> None:
+    """Wait until the kernel says that the interface runs, which may be later than that both of its ends are up.
+
+    Torch RPC skips interfaces that do not run where it looks for an address by an interface's name.
+    """
+    deadline = time.monotonic() + RUNNING_SECONDS
+    while " UP " not in _run("ip", "-n", host.namespace, "-brief", "link", "show", "dev", host.interface):
+        if time.monotonic() > deadline:
+            raise NoLinkError(f"{host.interface} in {host.namespace} does not run after {RUNNING_SECONDS:.0f} s")
+        time.sleep(0.02)
+
+
 def _remove_left_over() -> None:
     """Remove the namespaces of processes that are gone."""
     listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True)  # noqa: S607
@@ -124,8 +141,9 @@ def _delete(namespace: str) -> None:
     subprocess.run(["ip", "netns", "del", namespace], capture_output=True)  # noqa: S603, S607
 
 
-def _run(*command: str) -> None:
+def _run(*command: str) -> str:
+    """Run a command; returns what it said."""
     try:
-        subprocess.run(command, check=True, capture_output=True, text=True)  # noqa: S603
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout  # noqa: S603
     except subprocess.CalledProcessError as error:
         raise NoLinkError(f"{' '.join(command)}: {error.stderr.strip()}") from None

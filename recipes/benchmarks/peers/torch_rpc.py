@@ -8,6 +8,7 @@ network namespaces of one machine, and copy rows from one process's memory into 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import warnings
 from collections.abc import Iterator
@@ -34,7 +35,7 @@ def exchange(pushed_V: Tensor, updates_VD: Tensor, wanted_U: Tensor) -> Tensor:
 
 
 def serve(endpoint: str, num_rows: int, dim: int, *, interface: str) -> None:
-    """Serve one client until it leaves, and say when it may come."""
+    """Serve one client, and say when it may come; stays until it is ended, as the client leaves by what lies here."""
     global _rows
     configure_worker()  # as our servers do
     _rows = torch.randn(num_rows, dim)
@@ -42,6 +43,7 @@ def serve(endpoint: str, num_rows: int, dim: int, *, interface: str) -> None:
     sys.stdout.flush()
     _join("server", endpoint, interface)
     rpc.shutdown()
+    signal.pause()
 
 
 @contextmanager

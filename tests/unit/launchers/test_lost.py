@@ -203,14 +203,14 @@ def test_strategy_when_a_worker_has_died_then_says_whether_the_others_go_on(stra
     trainer = pl.Trainer(
         accelerator="cpu", devices=3, strategy=strategy, logger=False, enable_checkpointing=False, barebones=True
     )
-    assert trainer.strategy._survive(trainer, 1, left) == ""  # it does not train
+    assert trainer.strategy.run_servers.survive(trainer, 1, left) == ""  # it does not train
     trainer.state.fn = TrainerFn.FITTING
     place = SimpleNamespace(lose=lambda rank: rank == 1) if strategy.asynchronous else None
     monkeypatch.setattr(trainer.strategy.run_servers, "meeting_place", lambda: place)
-    answer = trainer.strategy._survive(trainer, 1, left)
+    answer = trainer.strategy.run_servers.survive(trainer, 1, left)
     assert answer is None if says is None else says in answer
     if says is None:
-        assert "before all workers had met" in trainer.strategy._survive(trainer, 2, left)
+        assert "before all workers had met" in trainer.strategy.run_servers.survive(trainer, 2, left)
 
 
 @pytest.mark.parametrize("make", [AsyncParameterServerStrategy, ShadowSyncStrategy])

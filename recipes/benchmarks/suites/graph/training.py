@@ -11,11 +11,12 @@ import numpy as np
 import torch
 from benchmarks.harness.trainer import quiet_trainer
 from benchmarks.suites.graph.sampling import power_law_graph
-from benchmarks.suites.het.training import CrossedBytes, het, running
+from benchmarks.suites.het.training import CrossedBytes, running
 
 from lightning_recsys.data.graph import NodeData, NodeDataModule
 from lightning_recsys.models import GraphSAGE
 from lightning_recsys.optim import RowSGD
+from lightning_recsys.strategies import HETStrategy
 from lightning_recsys.tasks import NodeClassificationTask
 
 TRAINED = 0.66  # share of the nodes that are seeds, as in Reddit
@@ -64,4 +65,4 @@ def train(
     with running(server) as endpoint:
         assert endpoint is not None
         times = CrossedBytes(folder, asker=asker, interface=interface)
-        quiet_trainer(times, strategy=het(**strategy, servers=[endpoint])).fit(task, data.train_dataloader())
+        quiet_trainer(times, strategy=HETStrategy(**strategy, servers=[endpoint])).fit(task, data.train_dataloader())

@@ -34,7 +34,7 @@ from lightning_recsys.placement import TablePart
 from lightning_recsys.row_cache import CachePolicy
 from lightning_recsys.row_cache.backend import CachedBackend
 from lightning_recsys.row_cache.look_ahead import BYTES_PER_ID
-from lightning_recsys.strategies.het.strategy import DEFAULT_LOOKAHEAD_BATCHES, DEFAULT_LOOKAHEAD_BYTES
+from lightning_recsys.strategies.rows.cached import DEFAULT_LOOKAHEAD_BATCHES, DEFAULT_LOOKAHEAD_BYTES
 
 CACHED = 0.1  # of all rows
 # Hetu's own C++ cache, milliseconds of lookup and update a step and the share of bytes that it saves at s=100, as

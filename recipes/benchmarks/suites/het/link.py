@@ -111,11 +111,7 @@ def measure(
         seconds: Of each variant in each round.
         warm_steps: Steps until the cache is full.
     """
-    strategies: Mapping[str, tuple[Mapping[str, Any], int]] = {
-        HYBRID: ({"algorithm": "hybrid"}, 5),
-        PREFETCHED: ({"algorithm": "hybrid", "prefetch": True, "lookahead_ids": 0}, 5),
-        HET: ({"algorithm": "het", "staleness": staleness}, warm_steps),
-    }
+    strategies = variants(staleness, warm_steps)
     limits = dict(zip(rates, at_least, strict=True))
     results: list[Result] = []
     bars: list[Bar] = []
@@ -134,6 +130,70 @@ def measure(
             lines.append(job.crossed.line(f"{model}, {name}"))
             bars.append(job.crossed.bar(f"{model}, {name}"))
     return [*results, Columns("Bytes between worker and server, both ways", PER_STEP, lines)], bars
+
+
+def measure_combined(
+    *,
+    rates: Sequence[str],
+    at_least: float,
+    model: str,
+    batch_size: int,
+    dim: int,
+    rows: int,
+    rounds: int,
+    seconds: float,
+    warm_steps: int,
+) -> Measured:
+    """A worker of ShadowSync, which trains its rows where they lie or in a cache: rates, and the bytes that crossed.
+
+    Args:
+        rates: Of the link, in the words of ``tc``.
+        at_least: Bar: the rate with cached rows over that with plain ones, at each of these.
+        model: One of ``training.PAPERS_MODELS``.
+        batch_size: Examples of a step.
+        dim: Width of the rows.
+        rows: Examples in memory.
+        rounds: How many turns each variant has at each rate; medians are taken over them.
+        seconds: Of each variant in each round.
+        warm_steps: Steps until the cache is full.
+    """
+    plain, cached = "shadowsync, plain rows", "shadowsync, cached rows"
+    strategies = {
+        plain: ({"dense": "easgd", "rows": "plain", "pace": "free"}, 5),
+        cached: ({"dense": "easgd", "rows": "cached", "pace": "free"}, warm_steps),
+    }
+    settings = {"model": model, "batch_size": batch_size, "dim": dim, "rows": rows}
+    try:
+        measured, jobs = measure_variants(settings, strategies, rates, rounds=rounds, seconds=seconds)
+    except NoLinkError as error:
+        log.warning("The link is left out: %s.", error)
+        return [], [Bar(f"{cached} / plain, {rate}", None, "at least", at_least, " x") for rate in rates]
+    results: list[Result] = [
+        Row(f"{model}, {rate}, B={batch_size}, D={dim}", measured[rate], base=plain) for rate in rates
+    ]
+    lines = [job.crossed.line(name) for name, job in jobs.items()]
+    ratios = {rate: measured[rate].ratio(cached, plain) for rate in rates}
+    bars = [Bar(f"{cached} / plain, {rate}", ratio, "at least", at_least, " x") for rate, ratio in ratios.items()]
+    bars += [job.crossed.bar(name) for name, job in jobs.items()]
+    return [*results, Columns("Bytes between worker and server, both ways", PER_STEP, lines)], bars
+
+
+def variants(staleness: int, warm_steps: int) -> dict[str, tuple[Mapping[str, Any], int]]:
+    """By name: arguments of the strategy, and steps before the first turn.
+
+    *Hybrid, prefetched* is a cache of one row without staleness, which moves the rows and gradients that hybrid moves:
+    those that the next batch alone has are under way while the present one computes, and those that both have come
+    when they are looked up, with their update. One worker alone can do so: several go in step, and prefetch nothing.
+
+    Args:
+        staleness: Of het.
+        warm_steps: Of het, until its cache is full.
+    """
+    return {
+        HYBRID: ({"algorithm": "hybrid"}, 5),
+        PREFETCHED: ({"algorithm": "het", "cache_rows": 1, "lookahead_batches": 0, "staleness": 0}, 5),
+        HET: ({"algorithm": "het", "staleness": staleness}, warm_steps),
+    }
 
 
 def _speed_bar(model: str, rate: str, ratio: float | None, least: float) -> Bar:

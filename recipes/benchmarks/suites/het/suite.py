@@ -19,14 +19,14 @@ from benchmarks.harness.turns import Measurement
 from benchmarks.suites.het.cache import misses as count_misses
 from benchmarks.suites.het.cache import operations as measure_operations
 from benchmarks.suites.het.cache import traffic as measure_traffic
-from benchmarks.suites.het.link import TRAINING
+from benchmarks.suites.het.link import TRAINING, measure_combined
 from benchmarks.suites.het.link import measure as measure_link
 from benchmarks.suites.het.nominal import measure as measure_nominal
 from benchmarks.suites.het.training import PAPERS_MODELS
 
 from lightning_recsys.row_cache import CachePolicy
 
-Part = Literal["traffic", "operations", "misses", "link", "overhead", "nominal", "quality"]
+Part = Literal["traffic", "operations", "misses", "link", "combined", "overhead", "nominal", "quality"]
 
 ROWS = 65_536  # examples in memory of each job
 
@@ -38,6 +38,7 @@ def run(
     operations: Mapping[str, Any],
     misses: Mapping[str, Any],
     link: Mapping[str, Any],
+    combined: Mapping[str, Any],
     overhead: Mapping[str, Any],
     nominal: Mapping[str, Any],
     quality: Mapping[str, Any],
@@ -51,6 +52,8 @@ def run(
     """
     if "link" in parts:
         check_choices("suite.link.models", link["models"], PAPERS_MODELS)
+    if "combined" in parts:
+        check_choices("suite.combined.model", [combined["model"]], PAPERS_MODELS)
     if "overhead" in parts:
         check_choices("suite.overhead.model", [overhead["model"]], MODELS)
     if "misses" in parts:
@@ -60,6 +63,7 @@ def run(
         "operations": lambda: measure_operations(**operations),
         "misses": lambda: count_misses(**misses),
         "link": lambda: measure_link(**link, rows=ROWS),
+        "combined": lambda: measure_combined(**combined, rows=ROWS),
         "overhead": lambda: measure_overhead(**overhead),
         "nominal": lambda: measure_nominal(**nominal),
         "quality": lambda: measure_quality(**quality, cache=Path(cache), root=data),

@@ -19,8 +19,8 @@ from benchmarks.harness.workload import Workload
 
 from lightning_recsys.models import DCN, DeepFM, WideDeep
 from lightning_recsys.optim import RowSGD
-from lightning_recsys.strategies import HETStrategy, ShadowSyncStrategy
-from lightning_recsys.strategies.common.served import ServedStrategy
+from lightning_recsys.strategies import HETStrategy, ShadowSyncStrategy, compose
+from lightning_recsys.strategies.served import ServedStrategy
 
 PAPERS_MODELS: dict[str, Callable[..., torch.nn.Module]] = {
     # Dense parameters as in Miao et al. 2022, Table 3: 0.14, 0.92 and 1.01 million. The paper's WDL has three layers of
@@ -29,18 +29,6 @@ PAPERS_MODELS: dict[str, Callable[..., torch.nn.Module]] = {
     "DFM": partial(DeepFM, hidden=(256, 256, 256)),
     "DCN": partial(DCN, num_cross_layers=3, hidden=(256, 256, 256)),
 }
-
-
-class PrefetchedHybrid(HETStrategy):
-    """Without a cache, but with the next batch's rows on their way while the present one computes: no strategy of ours.
-
-    It shows how much of HET's gain is that rows come early. Rows that two batches in a row have miss an update, which
-    for one worker is the only difference to ``hybrid``.
-    """
-
-    @property
-    def _prefetches(self) -> bool:
-        return True
 
 
 class CrossedBytes(CountedSteps):
@@ -57,7 +45,8 @@ class CrossedBytes(CountedSteps):
         self.interface = interface
 
     def counted(self, trainer: pl.Trainer) -> Sequence[float]:
-        told = ServedStrategy.telemetry(trainer.strategy)  # type: ignore[arg-type]  # without the cache's, which cost time
+        assert isinstance(trainer.strategy, ServedStrategy)
+        told = trainer.strategy.traffic()
         return *counted_by(self.interface), told["comm/sent_bytes"], told["comm/received_bytes"]
 
 
@@ -82,8 +71,8 @@ def train(
         batch_size: Examples of a step.
         dim: Width of the rows.
         rows: Examples held in memory; training goes round and round.
-        strategy: Arguments of :class:`HETStrategy`, of :class:`PrefetchedHybrid` where they are ``hybrid`` with
-            ``prefetch``; ``None`` trains rows where they lie (ShadowSync, one worker).
+        strategy: Arguments of :class:`HETStrategy`, or of :func:`compose` where a dense part is among them; ``None``
+            trains rows where they lie (ShadowSync, one worker).
         server: Command of a server to start beside the training, for another host; else the strategy starts one.
         interface: Where bytes are counted after each step.
     """
@@ -95,15 +84,11 @@ def train(
     times = CrossedBytes(folder, asker=asker, interface=interface) if interface else StepTimes(folder, asker=asker)
     with running(server) as endpoint:
         where: dict[str, Any] = {} if endpoint is None else {"servers": [endpoint]}
-        trainer = quiet_trainer(times, strategy=ShadowSyncStrategy() if strategy is None else het(**strategy, **where))
+        make = compose if strategy and "dense" in strategy else HETStrategy
+        chosen = ShadowSyncStrategy() if strategy is None else make(**strategy, **where)
+        trainer = quiet_trainer(times, strategy=chosen)
         loader: Any = Batches(work.batches(batch_size))
         trainer.fit(task, loader)
-
-
-def het(**arguments: Any) -> HETStrategy:
-    """The strategy; ``hybrid`` with ``prefetch`` is :class:`PrefetchedHybrid`."""
-    early = arguments.get("algorithm") == "hybrid" and arguments.get("prefetch", False)
-    return (PrefetchedHybrid if early else HETStrategy)(**arguments)
 
 
 @contextmanager

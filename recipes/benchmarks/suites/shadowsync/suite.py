@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -37,8 +38,8 @@ Told = Mapping[str, Mapping[int, Mapping[str, float]]]
 
 
 def longest_gap(told: Told, variant: str) -> float:
-    """Steps of a trainer from one round to the next; of the trainer that waited longest."""
-    return max(telemetry["sync/gap"] for telemetry in told[variant].values())
+    """Steps from one round to the next, of the trainer that waited longest; infinite where one made no round."""
+    return max(telemetry.get("sync/gap", math.inf) for telemetry in told[variant].values())
 
 
 def table_of_gaps(workload: str, told: Told) -> Columns:
@@ -46,7 +47,8 @@ def table_of_gaps(workload: str, told: Told) -> Columns:
     lines = []
     for variant, by_rank in told.items():
         trainers = [by_rank[rank] for rank in sorted(by_rank)]
-        lines.append([variant, *(", ".join(f"{x[key]:.1f}" for x in trainers) for key in ("sync/gap", "sync/rounds"))])
+        gaps = (f"{x['sync/gap']:.1f}" if "sync/gap" in x else "no round" for x in trainers)
+        lines.append([variant, ", ".join(gaps), ", ".join(f"{x.get('sync/rounds', 0.0):.1f}" for x in trainers)])
     header = ("variant", "sync gap of each trainer", "rounds/s of each")
     return Columns(f"sync gaps, {workload}", header, lines, {"telemetry": {name: dict(x) for name, x in told.items()}})
 
@@ -167,9 +169,8 @@ class Suite:
     ) -> tuple[Row, Told]:
         with ran_in_turns(jobs, rounds=self.rounds, seconds=self.seconds, training=TRAINING) as named:
             measured = Measurement({name: job.rates(self.batch_size) for name, job in named.items()})
-        told = {name: job.telemetry for name, job in named.items()}
-        synchronised = {name: x for name, x in told.items() if any("sync/gap" in each for each in x.values())}
-        return Row(f"{workload}, B={self.batch_size}", measured, base=base), synchronised
+        told = {name: job.telemetry for name, job in named.items() if name != base}
+        return Row(f"{workload}, B={self.batch_size}", measured, base=base), told
 
     def _on_one_machine(self, how: Mapping[str, Any], **settings: Any) -> dict[str, Any]:
         settings |= {"batch_size": self.batch_size, "strategy": {"num_trainers": 2, **how}}
