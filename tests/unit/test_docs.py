@@ -6,6 +6,9 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
+
+import lightning_recsys
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("docs", "lightning_recsys", "recipes")
@@ -28,7 +31,7 @@ def anchors(page: Path) -> set[str]:
 
 def links(page: Path) -> list[tuple[Path, str]]:
     """Files of this repository that a page links to, each with the heading in it."""
-    targets = re.findall(r"\]\(([^)\s]+)\)", prose(page))
+    targets = re.findall(r"(?:\]\(|src=\"|srcset=\")([^)\s\"]+)", prose(page))
     parts = [target.partition("#") for target in targets if not re.match(r"[a-z]+:", target)]
     return [((page.parent / name).resolve() if name else page, anchor) for name, _, anchor in parts]
 
@@ -37,15 +40,27 @@ def links(page: Path) -> list[tuple[Path, str]]:
 def test_links_when_followed_then_file_and_heading_are_there(page):
     for target, anchor in links(page):
         assert target.exists(), f"{target} is not there"
-        assert not anchor or anchor in anchors(target), f"{target.name} has no heading #{anchor}"
+        shows = anchor in ("gh-light-mode-only", "gh-dark-mode-only")  # the look in which GitHub and the site show it
+        assert not anchor or shows or anchor in anchors(target), f"{target.name} has no heading #{anchor}"
 
 
 def test_pictures_when_they_are_kept_then_a_page_shows_each():
     shown = {target for page in PAGES for target, _ in links(page)}
-    assert {picture.name for picture in (ROOT / "docs" / "images").iterdir() if picture not in shown} == set()
+    kept = [*(ROOT / "docs" / "images").iterdir(), *(ROOT / "docs" / "results" / "images").iterdir()]
+    assert {picture.name for picture in kept if picture not in shown} == set()
+
+
+def test_readme_then_it_is_short():
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 120
 
 
 def test_headings_when_two_have_a_name_then_the_second_is_counted(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("# A `b`: c\n```\n# no heading\n```\n## Runs\n## Runs\n")
     assert anchors(page) == {"a-b-c", "runs", "runs-1"}
+
+
+def test_citation_then_its_version_is_the_package_s():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert citation["version"] == lightning_recsys.__version__
+    assert len(citation["references"]) == 5  # a paper for each system

@@ -40,7 +40,6 @@ EDGES: dict[str, set[str]] = {
         "parameter_server",
         "partition",
         "placement",
-        "renamed",
         "row_cache",
         "runtime",
         "stores",
@@ -48,22 +47,21 @@ EDGES: dict[str, set[str]] = {
     },
     "row_cache": {"compiled", "embeddings", "optim", "parameter_server", "placement", "stores", "sync"},
     "launchers": {"parameter_server", "runtime"},
-    "parameter_server": {"compression", "embeddings", "errors", "optim", "renamed", "runtime", "stores", "sync"},
+    "parameter_server": {"compression", "embeddings", "errors", "optim", "runtime", "stores", "sync"},
     "stores": {"compiled", "embeddings", "errors", "optim", "placement", "sync"},
     "tasks": {"callbacks", "checkpoints", "data", "embeddings", "metrics"},
-    "callbacks": {"data", "metrics", "renamed"},
+    "callbacks": {"data", "metrics"},
     "models": {"embeddings", "optim", "partition"},
     "partition": {"embeddings", "errors", "placement"},
     "data": {"compiled", "embeddings", "metrics", "runtime", "sync"},
     "embeddings": {"compiled", "optim"},
-    "optim": {"compiled", "renamed", "sync"},
+    "optim": {"compiled", "sync"},
     "checkpoints": {"errors"},
     "placement": {"errors"},
     "metrics": set(),
-    "sync": {"compiled", "renamed"},
+    "sync": {"compiled"},
     "compression": {"compiled"},
     "compiled": set(),
-    "renamed": set(),
     "runtime": set(),
     "errors": set(),
     "__about__": set(),
@@ -76,10 +74,10 @@ LINES: dict[str, list[str]] = {
         "handler meetings parts/operators",
         "requests/clients requests/dense requests/dynamic requests/exchange requests/meetings requests/rows",
         "requests/stores connect lease",
-        "requests/served requests/operations parts/remote_parts remote",
-        "client exchange_wire waiting",
-        "connections journal links parts/operator_wire parts/trained_part requests/checks",
-        "keys loopback own_files wire",
+        "requests/served requests/operations parts/remote_parts remote waiting",
+        "client exchange_wire",
+        "connections journal parts/operator_wire parts/trained_part requests/checks requests/kept",
+        "keys own_files parts/update_undo sockets wire",
     ],
     "stores": [
         "backend mapped",
@@ -87,8 +85,24 @@ LINES: dict[str, list[str]] = {
         "row_files tables",
         "interfaces",
         "dynamic/rows exchange versions",
-        "checks counters digests dynamic/drawing dynamic/key_index exchange_loops locality mapped_arrays plain stripes",
+        "checks counters digests dynamic/drawing dynamic/key_index exchange_loops mapped_arrays plain stripes",
+        "folders/locality folders/room",
     ],
+}
+# The rooms and files of strategies, highest first, with what each imports: no strategy's room imports another one's.
+STRATEGIES: dict[str, set[str]] = {
+    "composed": {"async_ps", "common", "ddp", "des", "het", "hierarchical", "parts", "rows", "served", "shadowsync"},
+    "async_ps": {"common", "parts", "rows", "served"},
+    "ddp": {"common", "rows", "served"},
+    "des": {"common"},
+    "het": {"common", "parts", "rows", "served"},
+    "hierarchical": {"common", "parts", "replicas", "served"},
+    "shadowsync": {"common", "parts", "replicas", "served"},
+    "served": {"common", "parts", "rows"},
+    "replicas": {"common"},
+    "rows": {"common", "parts"},
+    "common": {"parts"},
+    "parts": set(),
 }
 NOT_FOR_THE_LIBRARY = {"recipes", "recipe_tools", "conf", "tests", "hydra", "omegaconf", "lightning"}
 
@@ -184,6 +198,29 @@ def wrong_lines(room: Path, lines: list[str]) -> list[str]:
         below = {other for other, number in line_of.items() if number > line_of[name]}
         wrong += [f"{name} imports from {x}" for x in sorted(imports_within(paths[name], room, files) - below)]
     return wrong
+
+
+def test_strategies_then_each_room_imports_what_is_listed_below_it():
+    """Names for type checkers alone (``if TYPE_CHECKING``) are no imports: parts know their strategy by name."""
+    room, order = PACKAGE / "strategies", list(STRATEGIES)
+    for name, listed in STRATEGIES.items():
+        paths = [*(room / name).rglob("*.py")] if (room / name).is_dir() else [room / f"{name}.py"]
+        used = {
+            x.split(".")[2]
+            for path in paths
+            for x in run_time_imports(path)
+            if x.startswith("lightning_recsys.strategies.")
+        }
+        assert used - {name} == listed
+        assert all(order.index(x) > order.index(name) for x in listed)
+
+
+def run_time_imports(path: Path) -> set[str]:
+    """The modules that a file imports from, without those that only a type checker reads."""
+    tree = ast.parse(path.read_text())
+    blocks = [x for x in ast.walk(tree) if isinstance(x, ast.If) and "TYPE_CHECKING" in ast.dump(x.test)]
+    hidden = {inner for block in blocks for statement in block.body for inner in ast.walk(statement)}
+    return {x.module for x in ast.walk(tree) if isinstance(x, ast.ImportFrom) and x.module and x not in hidden}
 
 
 @pytest.mark.parametrize("room", LINES)
