@@ -84,7 +84,8 @@ class Traces:
     Args:
         folder: Where it ran; ``out`` is its output folder.
         processes: Its processes that still run.
-        shared_memory: Entries of ``/dev/shm`` that were not there before.
+        shared_memory: Entries of ``/dev/shm`` that were not there before, but for those with another
+            process's id in their names, as everything there has one.
         temporary: Files in its folder for temporary files.
         ports_meanwhile: Ports that its processes listened on while it ran.
         ports: Those of them whose socket a process still listens at; somebody else's new one may have the same number.

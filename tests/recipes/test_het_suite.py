@@ -1,11 +1,15 @@
 """The HET suite: the oracle that caches are held against, and what a replay of batches counts."""
 
+import os
+import re
+from contextlib import nullcontext
 from functools import cache
 
 import numpy as np
 import pytest
 import pytorch_lightning as pl
 from benchmarks.harness.workload import Workload
+from benchmarks.suites.het import link
 from benchmarks.suites.het.cache import replay, worker
 from benchmarks.suites.het.link import HET, HYBRID, PREFETCHED, Crossed, variants
 from benchmarks.suites.het.traces import Trace, oracle
@@ -104,3 +108,20 @@ def test_hybrid_prefetched_when_it_trains_then_moves_what_hybrid_moves_and_asks_
     assert moved[HET] < 0.8 * moved[HYBRID]
     # What two batches in a row share is pushed and fetched when it is looked up; all else was asked for before.
     assert told[PREFETCHED]["cache/refresh_rate"] == told[PREFETCHED]["cache/hit_rate"] > 0
+
+
+def test_folders_in_shared_memory_when_made_then_tell_whose_they_are(monkeypatch):
+    class SeenEnoughError(Exception):
+        """There is no namespace and no job here: only the folder is looked at."""
+
+    def make(hosts, folder):
+        folders.append(folder)
+        raise SeenEnoughError
+
+    folders = []
+    monkeypatch.setattr(link, "linked_hosts", lambda rate: nullcontext((None, None)))
+    with pytest.raises(SeenEnoughError):
+        link.measure_on_links({"het": make}, ["1gbit"], batch_size=1, rounds=1, seconds=0.1)
+    (folder,) = folders
+    assert re.findall(r"\d+", folder.name)[0] == str(os.getpid())  # by which tests know what a neighbour left
+    assert not folder.exists()

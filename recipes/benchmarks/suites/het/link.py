@@ -8,6 +8,7 @@ fails its bar.
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import sys
 import tempfile
@@ -268,7 +269,8 @@ def measure_on_links(
         for name, make in makes.items():
             hosts = stack.enter_context(linked_hosts(None))
             # In memory: a disk that is written to beside the training would have its say in the rates.
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=SHARED_MEMORY)))
+            made = tempfile.TemporaryDirectory(dir=SHARED_MEMORY, prefix=f"link-{os.getpid()}-")
+            folder = Path(stack.enter_context(made))
             links.append(hosts)
             jobs[name] = make(hosts, folder)
 
