@@ -31,6 +31,7 @@ from recipe_tools.build import (
 )
 from recipe_tools.config_types import check_types
 from recipe_tools.overrides import explained_overrides, schema_changes
+from recipe_tools.precision import choose_precision
 from recipe_tools.record import RunRecord
 from recipe_tools.report import print_results, unknown_ids
 from recipe_tools.sweep import optimized_value, recipe_job, refuse_reexecution
@@ -68,6 +69,7 @@ def train(config: Config, record: RunRecord) -> None:
     check_calibrate(config, task, datamodule)
     check_monitored(config, datamodule, sweeping=record.sweeping)
     record.details["parameters"] = count_parameters(task.model, datamodule)
+    record.details |= choose_precision(config, task, datamodule, sweeping=record.sweeping)
 
     loggers = build_all(config["logger"])
     trainer = build_trainer(config, callbacks=build_callbacks(config), logger=loggers)

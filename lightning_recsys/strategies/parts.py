@@ -103,10 +103,12 @@ class DensePart(Part):
     Attributes:
         asynchronous: Whether workers may be at different steps.
         wraps_model: Whether ``DistributedDataParallel`` is to average gradients.
+        float32_only: Whether it refuses every ``trainer.precision`` but ``32-true``.
     """
 
     asynchronous: bool = False
     wraps_model: bool = True
+    float32_only: bool = False
 
     @property
     def own_rows(self) -> Callable[..., Any] | None:

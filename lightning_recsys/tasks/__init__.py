@@ -3,6 +3,15 @@
 from lightning_recsys.tasks.base import Task
 from lightning_recsys.tasks.ctr import CTRTask
 from lightning_recsys.tasks.graph import LinkPredictionTask, NodeClassificationTask
+from lightning_recsys.tasks.precision import PrecisionTimes, time_precisions
 from lightning_recsys.tasks.saved import load_for_prediction
 
-__all__ = ["CTRTask", "LinkPredictionTask", "NodeClassificationTask", "Task", "load_for_prediction"]
+__all__ = [
+    "CTRTask",
+    "LinkPredictionTask",
+    "NodeClassificationTask",
+    "PrecisionTimes",
+    "Task",
+    "load_for_prediction",
+    "time_precisions",
+]

@@ -99,6 +99,7 @@ class ServedGroups(DensePart):
 
     asynchronous = True
     wraps_model = False
+    float32_only = True
 
     def __init__(
         self,
