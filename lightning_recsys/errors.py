@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import collections.abc
+import contextlib
+
 
 class ServerUnreachableError(ConnectionError):
     """A server did not answer within all attempts.
@@ -218,3 +221,14 @@ class WorkerLostError(RuntimeError):
             f"worker {self.rank} died while all workers were at {self.kind!r}, which cannot do without it. Go on from"
             " the last checkpoint."
         )
+
+
+@contextlib.contextmanager
+def network_errors() -> collections.abc.Iterator[None]:
+    """Let errors of an fsspec file system be ``OSError``; the libraries behind it raise some that are none."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        raise OSError(f"{type(error).__name__}: {error}") from error

@@ -70,7 +70,8 @@ ALLOWED_VARIABLES = {
     "KMP_INIT_AT_FORK",  # importing scikit-learn
     "KMP_DUPLICATE_LIB_OK",
 }
-ALLOWED_THREADS = re.compile(r"tqdm|TMonitor|pytest_timeout|^Dummy-")  # one for the life of the process each
+# One of each for the life of the process; the last two are fsspec's.
+ALLOWED_THREADS = re.compile(r"tqdm|TMonitor|pytest_timeout|^Dummy-|^fsspecIO$|^asyncio_0$")
 
 SHARED_MEMORY = Path("/dev/shm")
 GRACE_SECONDS = 5.0  # an ending thread or process gets this long before it counts as left behind

@@ -1,14 +1,14 @@
 """Checkpoints that are folders: written by several processes at once, replaced as a whole, readable by any number."""
 
-from lightning_recsys.checkpoints.files import check_file
+from lightning_recsys.checkpoints.files import check_file, load_file
 from lightning_recsys.checkpoints.folder import (
+    has_checkpoint,
     is_folder,
     read_checkpoint,
     read_description,
     read_extras,
     read_own,
     read_stored,
-    refuse_url,
     save_folder,
     version_of,
 )
@@ -27,14 +27,15 @@ __all__ = [
     "StoredTensor",
     "Version",
     "check_file",
+    "has_checkpoint",
     "is_folder",
     "let_lightning_read_folders",
+    "load_file",
     "read_checkpoint",
     "read_description",
     "read_extras",
     "read_own",
     "read_stored",
-    "refuse_url",
     "save_folder",
     "to_file",
     "to_folder",

@@ -6,21 +6,22 @@ import ctypes
 import errno
 import io
 import os
-import shutil
 import struct
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 from zipfile import BadZipFile, ZipFile
 
 import torch
 from torch.serialization import get_crc32_options, set_crc32_options
 from typing_extensions import Buffer
+from upath import UPath
 
-from lightning_recsys.errors import DamagedCheckpointError
+from lightning_recsys.checkpoints.places import Place, is_remote, place_of, remove
+from lightning_recsys.errors import DamagedCheckpointError, network_errors
 
 POINTER = "current"  # in a folder that is a checkpoint: the name of the version that counts
 _OLD, _FILE_DRAFT, _FOLDER_DRAFT = "old", "file", "folder"  # what lies beside a checkpoint while it is replaced
@@ -54,19 +55,19 @@ class SummedFile(io.RawIOBase):
     summed.
 
     Args:
-        path: The file to make; opening fails where it exists.
+        path: The file to make; opening fails where it exists, on this machine.
 
     Attributes:
         stretches: The stretches that are finished, by their starts.
         error: What the system said when a write failed. ``torch.save`` forgets it, and raises what follows from it.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Place) -> None:
         super().__init__()
         self.stretches: dict[int, Stretch] = {}
         self.error: OSError | None = None
         self._path = path
-        self._file: BinaryIO = path.open("xb")
+        self._file = cast(BinaryIO, path.open("wb" if is_remote(path) else "xb"))
         self._start = self._position = self._crc32 = 0  # of the stretch that is being written, and where it ends so far
 
     def writable(self) -> bool:  # noqa: D102 - inherited
@@ -111,7 +112,7 @@ class SummedFile(io.RawIOBase):
 
 
 @contextmanager
-def summed_file(path: Path) -> Iterator[SummedFile]:
+def summed_file(path: Place) -> Iterator[SummedFile]:
     """A new file to write, in the end on the disk.
 
     Raises:
@@ -119,9 +120,9 @@ def summed_file(path: Path) -> Iterator[SummedFile]:
     """
     file: SummedFile | None = None
     try:
-        with SummedFile(path) as file:
+        with network_errors() if is_remote(path) else nullcontext(), SummedFile(path) as file:
             yield file
-            if not file.closed:
+            if not file.closed and not is_remote(path):
                 file.flush()
                 os.fsync(file.fileno())
     except (OSError, RuntimeError) as error:
@@ -129,7 +130,7 @@ def summed_file(path: Path) -> Iterator[SummedFile]:
         cause = error if isinstance(error, OSError) else noted
         if cause is None:
             raise
-        raise OSError(cause.errno, cause.strerror, str(path)) from error
+        raise OSError(cause.errno, cause.strerror or str(cause), str(path)) from error
 
 
 @contextmanager
@@ -143,7 +144,7 @@ def summing_once() -> Iterator[None]:
         set_crc32_options(before)
 
 
-def write_object(path: Path, value: Any) -> Stretch:
+def write_object(path: Place, value: Any) -> Stretch:
     """Write something by :func:`torch.save`; the stretch is the whole file.
 
     Raises:
@@ -177,16 +178,18 @@ def write_file(path: Path, value: Any) -> None:
         remove(draft)
 
 
-def open_own_file(path: Path) -> BinaryIO:
+def open_own_file(path: Place) -> BinaryIO:
     """A file to be read, but for a link, whose target may lie anywhere.
 
     Raises:
         OSError: the file cannot be read, or is a link.
     """
+    if is_remote(path):
+        return path.open("rb")
     return open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb")
 
 
-def read_pieces(folder: Path, stretch: Stretch, *, checkpoint: Path) -> Iterator[bytes]:
+def read_pieces(folder: Place, stretch: Stretch, *, checkpoint: Place) -> Iterator[bytes]:
     """The bytes of a stretch, a piece at a time; once all were taken, they are those that were written.
 
     Args:
@@ -200,14 +203,16 @@ def read_pieces(folder: Path, stretch: Stretch, *, checkpoint: Path) -> Iterator
     crc32, left = 0, stretch.length
     end = stretch.start + stretch.length
     try:
-        with open_own_file(folder / stretch.file) as file:
+        with network_errors(), open_own_file(folder / stretch.file) as file:
             file.seek(stretch.start)
             while left and (piece := file.read(min(PIECE_BYTES, left))):
                 crc32 = zlib.crc32(piece, crc32)
                 left -= len(piece)
                 yield piece
     except OSError as error:
-        raise DamagedCheckpointError(str(checkpoint), stretch.file, f"cannot be read ({error.strerror})") from error
+        raise DamagedCheckpointError(
+            str(checkpoint), stretch.file, f"cannot be read ({error.strerror or error})"
+        ) from error
     if left:
         raise DamagedCheckpointError(str(checkpoint), stretch.file, f"ends after {end - left} bytes, of {end} at least")
     if crc32 != stretch.crc32:
@@ -215,7 +220,7 @@ def read_pieces(folder: Path, stretch: Stretch, *, checkpoint: Path) -> Iterator
         raise DamagedCheckpointError(str(checkpoint), stretch.file, f"is damaged: {place}")
 
 
-def read_object(folder: Path, stretch: Stretch, *, checkpoint: Path, weights_only: bool = True) -> Any:
+def read_object(folder: Place, stretch: Stretch, *, checkpoint: Place, weights_only: bool = True) -> Any:
     """Read what :func:`torch.save` wrote to a stretch, onto the CPU.
 
     Args:
@@ -228,6 +233,25 @@ def read_object(folder: Path, stretch: Stretch, *, checkpoint: Path, weights_onl
     data.writelines(read_pieces(folder, stretch, checkpoint=checkpoint))
     data.seek(0)
     return torch.load(data, map_location="cpu", weights_only=weights_only)
+
+
+def load_file(path: str | os.PathLike[str], *, weights_only: bool = True) -> Any:
+    """Load a checkpoint of one file; its tensors are mapped from the disk, and those at a URL are read into memory.
+
+    Args:
+        path: The file, or a URL that fsspec knows.
+        weights_only: As for :func:`torch.load`.
+
+    Raises:
+        OSError: there is none, or it cannot be read.
+        RuntimeError: it is no file of torch's.
+    """
+    place = place_of(path)
+    if not is_remote(place):
+        return torch.load(place, map_location="cpu", mmap=True, weights_only=weights_only)
+    with network_errors():
+        data = place.read_bytes()
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=weights_only)
 
 
 def check_file(path: str | os.PathLike[str]) -> None:
@@ -257,13 +281,13 @@ def check_file(path: str | os.PathLike[str]) -> None:
         raise DamagedCheckpointError(os.fspath(path), damaged, "is damaged: its bytes are not those that were written")
 
 
-def standing(path: str | os.PathLike[str]) -> Path:
+def standing(path: str | os.PathLike[str] | UPath) -> Place:
     """Where a checkpoint lies: there, or beside it, where :func:`put_in_place` was killed on its way."""
-    path = Path(path)
-    if os.path.lexists(path):  # which may have no name, such as the present folder
-        return path
-    aside = _beside(path, _OLD)
-    return aside if aside.exists() else path
+    place = place_of(path)
+    if is_remote(place) or os.path.lexists(place):  # which may have no name, such as the present folder
+        return place
+    aside = _beside(place, _OLD)
+    return aside if aside.exists() else place
 
 
 def draft_of_folder(path: Path) -> Path:
@@ -277,7 +301,7 @@ def begin_from_whole(path: Path) -> None:
     For the process that is about to save there: what lies at ``path`` afterwards is what :func:`standing` found. Only
     names that this module makes are touched: ``last.ckpt.old`` is somebody's copy.
     """
-    if (found := standing(path)) != path:
+    if not is_remote(found := standing(path)) and found != path:
         found.rename(path)
     for what in (_OLD, _FILE_DRAFT, _FOLDER_DRAFT):
         remove(_beside(path, what))
@@ -311,14 +335,6 @@ def put_in_place(new: Path, goal: Path) -> None:
         new.rename(goal)
     sync_folder(goal.parent)
     remove(aside)
-
-
-def remove(path: Path) -> None:
-    """Remove a file or a folder, if it is there."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
 
 
 def sync_folder(folder: Path) -> None:

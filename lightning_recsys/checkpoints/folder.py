@@ -11,7 +11,8 @@
         manifest.json         what lies where, with the sum of every stretch of a file
         .metadata             torch's list of the tensors; nothing here reads it
 
-A process that is killed while it saves leaves ``current`` as it was. torch alone reads a version:
+A process that is killed while it saves leaves ``current`` as it was. At a URL, such as that of a bucket, these are
+objects, and one request replaces ``current``. torch alone reads a version of a folder:
 ``python -m torch.distributed.checkpoint.format_utils dcp_to_torch FOLDER/VERSION FILE``.
 """
 
@@ -19,11 +20,11 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import time
 import uuid
 import warnings
 from collections.abc import Callable, Container, Mapping
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -35,6 +36,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.state_dict_saver import save
+from upath import UPath
 
 from lightning_recsys.checkpoints.files import (
     POINTER,
@@ -48,9 +50,10 @@ from lightning_recsys.checkpoints.files import (
     write_object,
 )
 from lightning_recsys.checkpoints.manifest import Manifest, Version, write_manifest
+from lightning_recsys.checkpoints.places import Place, is_remote, make_folder, place_of, remove, size_of
 from lightning_recsys.checkpoints.stored import StoredRows, StoredTensor
 from lightning_recsys.checkpoints.writer import SummingWriter
-from lightning_recsys.errors import CheckpointNotWrittenError, DamagedCheckpointError
+from lightning_recsys.errors import CheckpointNotWrittenError, DamagedCheckpointError, network_errors
 
 _STATE = "state_dict"
 _META = "meta.pt"
@@ -62,9 +65,24 @@ _NAME = re.compile(r"\d{8,}-[0-9a-f]{8}")
 T = TypeVar("T")
 
 
-def is_folder(path: str | os.PathLike[str]) -> bool:
+def is_folder(path: str | os.PathLike[str] | UPath) -> bool:
     """Whether a folder checkpoint lies there."""
-    return (standing(path) / POINTER).is_file()
+    with network_errors():
+        return (standing(path) / POINTER).is_file()
+
+
+def has_checkpoint(path: str | os.PathLike[str]) -> bool:
+    """Whether a checkpoint lies there, a folder or a file, on this machine or at a URL."""
+    with network_errors():
+        return is_folder(path) or place_of(path).is_file()
+
+
+def remove_folder(place: Place) -> None:
+    """Remove a folder checkpoint at a URL; who is killed meanwhile leaves nothing that counts."""
+    with network_errors():
+        (place / POINTER).unlink()
+    for version in _versions(place):
+        remove(version)
 
 
 def save_folder(path: str | os.PathLike[str], checkpoint: Mapping[str, Any], *, extras: Any = None) -> None:
@@ -73,22 +91,23 @@ def save_folder(path: str | os.PathLike[str], checkpoint: Mapping[str, Any], *, 
     What lay there is replaced when the new one is complete; a single file of that name is as well.
 
     Args:
-        path: The folder; made where it is missing.
+        path: The folder, which all ranks see, or a URL that fsspec knows, such as ``s3://bucket/last.ckpt``; made where
+            it is missing.
         checkpoint: Lightning's dict. Its ``state_dict`` may hold :class:`StoredTensor` and :class:`StoredRows`, of
             which each rank writes its share; everything else in it is rank 0's.
         extras: What this rank adds; nothing if ``None``.
 
     Raises:
-        ValueError: the folder exists and holds something else, or the path is a URL.
+        ValueError: the folder exists and holds something else.
+        ImportError: fsspec needs a package for this URL.
         CheckpointNotWrittenError: a file cannot be written, as where the disk is full, or the first rank does not see
             what others wrote, as where machines do not share the path; on every rank. What was begun is removed, and
             what was there before still counts.
 
     Communication: torch's plan of who writes what, and a small object of each rank three times.
     """
-    refuse_url(path)
-    rank, folder = _rank(), Path(path)
-    version = folder.parent / _agree_on(_new_version(folder, checkpoint) if rank == 0 else None)
+    rank, folder = _rank(), place_of(path)
+    version = folder.parent / _agree_on(folder, _new_version(folder, checkpoint) if rank == 0 else None)
     at = partial(_on_all_ranks, folder, version)
     own: dict[str, Tensor | StoredTensor] = {}
     at(lambda: own.update(_begin(version, checkpoint["state_dict"])))  # torch waits for all ranks in what follows
@@ -99,22 +118,9 @@ def save_folder(path: str | os.PathLike[str], checkpoint: Mapping[str, Any], *, 
     at(lambda: _make_it_count(folder, version, manifest))
 
 
-def refuse_url(path: str | os.PathLike[str]) -> None:
-    """Refuse a URL, such as that of a bucket: as a path it would name a folder of this machine.
-
-    Raises:
-        ValueError: the path is a URL.
-    """
-    if "://" in os.fspath(path):
-        raise ValueError(
-            f"{path}: a checkpoint of rows in stores is a folder, which all workers write at once into a file system of"
-            " theirs: give a path, such as ModelCheckpoint's dirpath=/shared/run, and copy what is finished."
-        )
-
-
-def _begin(version: Path, state: Mapping[str, Any]) -> dict[str, Tensor | StoredTensor]:
+def _begin(version: Place, state: Mapping[str, Any]) -> dict[str, Tensor | StoredTensor]:
     """Make the version's folder; returns what this rank saves of the state dict."""
-    version.mkdir(parents=True, exist_ok=True)
+    make_folder(version)
     own = {
         key: value for key, value in state.items() if isinstance(value, StoredTensor if _rank() else _SAVED_BY_TORCH)
     }
@@ -127,7 +133,7 @@ def _write(
     writer: SummingWriter, own: Mapping[str, Tensor | StoredTensor], checkpoint: Mapping[str, Any], extras: Any
 ) -> list[Stretch]:
     """Write this rank's files; returns those that torch's list does not have."""
-    version, files = Path(writer.path), []
+    version, files = writer.folder, []
     with warnings.catch_warnings():  # torch warns where one process writes alone, which is what we ask for then
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
         save({_STATE: dict(own)}, storage_writer=writer, planner=_Shares(), no_dist=not _is_distributed())
@@ -140,18 +146,21 @@ def _write(
     return files
 
 
-def _make_it_count(folder: Path, version: Path, manifest: Manifest) -> None:
+def _make_it_count(folder: Place, version: Place, manifest: Manifest) -> None:
     """Rank 0's part at the end, when every file of every rank is on the disk."""
     if _rank():
         return
     _see_all_files(version, manifest)
     write_manifest(version, manifest)
     _commit(version)
-    if version.parent != folder:  # a single file is there until now
-        put_in_place(version.parent, folder)
+    if is_remote(folder):
+        if folder.is_file():  # an object of the same name, which does not count any more
+            folder.unlink()
+    elif not is_remote(made := version.parent) and made != folder:  # a single file is there until now
+        put_in_place(made, folder)
 
 
-def _see_all_files(version: Path, manifest: Manifest) -> None:
+def _see_all_files(version: Place, manifest: Manifest) -> None:
     """Look for every listed file in this rank's own folder: others may have written to disks of their own machines.
 
     Network file systems may show a file of another machine late, for which it waits a while.
@@ -164,7 +173,7 @@ def _see_all_files(version: Path, manifest: Manifest) -> None:
     for stretch in (*chunks, *manifest.files.values()):
         sizes[stretch.file] = max(sizes.get(stretch.file, 0), stretch.start + stretch.length)
     deadline = time.monotonic() + _PATIENCE
-    while lacking := sorted(name for name, size in sizes.items() if _size_of(version / name) < size):
+    while lacking := sorted(name for name, size in sizes.items() if size_of(version / name) < size):
         if time.monotonic() >= deadline:
             raise OSError(
                 f"{len(lacking)} of its {len(sizes)} files, such as {lacking[0]}, were written by other ranks and are"
@@ -172,14 +181,6 @@ def _see_all_files(version: Path, manifest: Manifest) -> None:
                 " all machines share, such as ModelCheckpoint(dirpath=...) on a network file system"
             )
         time.sleep(0.05)
-
-
-def _size_of(file: Path) -> int:
-    """The number of bytes of a file; -1 where it is not there."""
-    try:
-        return file.stat().st_size
-    except FileNotFoundError:
-        return -1
 
 
 def read_checkpoint(
@@ -328,27 +329,40 @@ class _Shares(DefaultSavePlanner):
         return target.block_at(index) if isinstance(target, StoredTensor) else super().lookup_object(index)
 
 
-def _new_version(folder: Path, checkpoint: Mapping[str, Any]) -> str | ValueError:
+def _new_version(folder: Place, checkpoint: Mapping[str, Any]) -> str | Exception:
+    """Where the new version goes, from the folder's parent, or why it cannot: other ranks wait to be told."""
+    try:
+        with network_errors() if is_remote(folder) else nullcontext():
+            return _place_of_version(folder, checkpoint)
+    except (OSError, ValueError) as error:
+        return error
+
+
+def _place_of_version(folder: Place, checkpoint: Mapping[str, Any]) -> str:
     """Where the new version goes, from the folder's parent; beside a single file, which counts until it is written."""
     if folder.is_dir() and not is_folder(folder) and set(folder.iterdir()) - set(_versions(folder)):
-        return ValueError(f"{folder} is a folder, but no checkpoint: it has no file {POINTER!r}. Choose another path.")
-    begin_from_whole(folder)
-    place = draft_of_folder(folder) if folder.is_file() else folder
+        raise ValueError(f"{folder} is a folder, but no checkpoint: it has no file {POINTER!r}. Choose another path.")
+    place = folder
+    if not is_remote(folder):
+        begin_from_whole(folder)
+        place = draft_of_folder(folder) if folder.is_file() else folder
     return f"{place.name}/{int(checkpoint.get('global_step', 0)):08}-{uuid.uuid4().hex[:8]}"
 
 
-def _agree_on(version: str | ValueError | None) -> str:
+def _agree_on(folder: Place, version: str | Exception | None) -> str:
     """Rank 0's choice, on every rank; its error too."""
     chosen = [version]
     if _is_distributed():
         dist.broadcast_object_list(chosen, src=0)
-    if isinstance(chosen[0], ValueError):
+    if isinstance(chosen[0], OSError):
+        raise CheckpointNotWrittenError(str(folder), str(chosen[0])) from chosen[0]
+    if isinstance(chosen[0], Exception):
         raise chosen[0]
     assert chosen[0] is not None
     return chosen[0]
 
 
-def _on_all_ranks(folder: Path, version: Path, step: Callable[[], T]) -> list[T]:
+def _on_all_ranks(folder: Place, version: Place, step: Callable[[], T]) -> list[T]:
     """Take a step on every rank and gather what it returned; where it fails on one, none goes on.
 
     Raises:
@@ -367,7 +381,8 @@ def _on_all_ranks(folder: Path, version: Path, step: Callable[[], T]) -> list[T]
         dist.all_gather_object(outcomes, told)
     if failures := [failure for _, failure in outcomes if failure is not None]:
         # Every rank does it: they may write to several disks. It may be what fills them.
-        shutil.rmtree(version if version.parent == folder else version.parent, ignore_errors=True)
+        with suppress(OSError):
+            remove(version if version.parent == folder else version.parent)
         if _is_distributed():
             dist.barrier()  # the next save may make a folder of the same name
         if error is not None and not isinstance(error, OSError):
@@ -385,8 +400,21 @@ def _cause_of(error: BaseException) -> BaseException:
     return cause if isinstance(cause, Exception) else RuntimeError(str(cause))
 
 
-def _commit(version: Path) -> None:
+def _commit(version: Place) -> None:
     """Let the pointer name the new version, then clear away the others."""
+    folder = version.parent
+    if is_remote(version):
+        (folder / POINTER).write_bytes(version.name.encode())
+    else:
+        _replace_pointer(version)
+    for other in _versions(folder):
+        if other.name != version.name:
+            with suppress(OSError):
+                remove(other)
+
+
+def _replace_pointer(version: Path) -> None:
+    """Write the pointer beside itself, and let it take its own place once it is on the disk."""
     folder = version.parent
     draft = folder / f".{POINTER}"
     draft.unlink(missing_ok=True)  # of a save that was killed; or a link, which would be written through
@@ -397,12 +425,9 @@ def _commit(version: Path) -> None:
     sync_folder(version)
     draft.replace(folder / POINTER)
     sync_folder(folder)  # before what the pointer named until now is gone
-    for other in _versions(folder):
-        if other != version:
-            shutil.rmtree(other, ignore_errors=True)
 
 
-def _versions(folder: Path) -> list[Path]:
+def _versions(folder: Place) -> list[Place]:
     return [child for child in folder.iterdir() if _NAME.fullmatch(child.name)]
 
 
@@ -419,7 +444,8 @@ def version_of(path: str | os.PathLike[str] | Version) -> Version:
             " If the run was killed while it saved for the first time, there is none yet."
         )
     folder = standing(path)
-    name = (folder / POINTER).read_bytes()[:200].decode("ascii", "backslashreplace")
+    with network_errors():
+        name = (folder / POINTER).read_bytes()[:200].decode("ascii", "backslashreplace")
     if not _NAME.fullmatch(name):
         raise DamagedCheckpointError(str(path), POINTER, f"names no version of a checkpoint, but {name!r}")
     if (folder / name).is_symlink() or not (folder / name).is_dir():

@@ -14,14 +14,14 @@ import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_recsys.checkpoints.files import Stretch, open_own_file, read_object, summed_file
-from lightning_recsys.errors import DamagedCheckpointError
+from lightning_recsys.checkpoints.places import Place, size_of
+from lightning_recsys.errors import DamagedCheckpointError, network_errors
 
 MANIFEST = "manifest.json"
 _MAX_CUT_DIMS = 4  # of a tensor in chunks; this package cuts along rows and columns
@@ -82,7 +82,7 @@ class Version:
         DamagedCheckpointError: its manifest is missing, damaged, or no manifest.
     """
 
-    def __init__(self, checkpoint: Path, folder: Path) -> None:
+    def __init__(self, checkpoint: Place, folder: Place) -> None:
         self.checkpoint, self.folder = checkpoint, folder
         self.manifest = read_manifest(checkpoint, folder)
 
@@ -145,7 +145,7 @@ def _copy_rows(values: Tensor, chunk: SavedChunk, block: Tensor, low: int, high:
     block[(slice(low - first, high - first), *columns)] = values[low - chunk.offsets[0] : high - chunk.offsets[0]]
 
 
-def write_manifest(folder: Path, manifest: Manifest) -> None:
+def write_manifest(folder: Place, manifest: Manifest) -> None:
     """Write a version's manifest; the last of its files, so that a version which has one is complete.
 
     Raises:
@@ -159,7 +159,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
         file.write(json.dumps({"crc32": _sum_of(content), "content": content}).encode())
 
 
-def read_manifest(checkpoint: Path, folder: Path) -> Manifest:
+def read_manifest(checkpoint: Place, folder: Place) -> Manifest:
     """The manifest of a version.
 
     Its sum can be a forger's. So whatever it says, nothing is made that is larger than what the version's files hold,
@@ -170,15 +170,18 @@ def read_manifest(checkpoint: Path, folder: Path) -> Manifest:
             it says.
     """
     try:
-        with open_own_file(folder / MANIFEST) as file:
-            plain = json.load(file)
+        with network_errors(), open_own_file(folder / MANIFEST) as file:
+            text = file.read()
+        plain = json.loads(text)
         if plain["crc32"] != _sum_of(plain["content"]):
             raise ValueError("its sum is another")
         content = plain["content"]
         tensors = {key: _tensor_from_plain(value) for key, value in content["tensors"].items()}
         manifest = Manifest(tensors, {name: _stretch_from_plain(value) for name, value in content["files"].items()})
     except OSError as error:
-        raise DamagedCheckpointError(str(checkpoint), MANIFEST, f"cannot be read ({error.strerror})") from error
+        raise DamagedCheckpointError(
+            str(checkpoint), MANIFEST, f"cannot be read ({error.strerror or error})"
+        ) from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedCheckpointError(str(checkpoint), MANIFEST, f"is damaged: {error}") from error
     _check_sizes(checkpoint, folder, manifest)
@@ -190,7 +193,7 @@ def read_manifest(checkpoint: Path, folder: Path) -> Manifest:
     return manifest
 
 
-def _check_sizes(checkpoint: Path, folder: Path, manifest: Manifest) -> None:
+def _check_sizes(checkpoint: Place, folder: Place, manifest: Manifest) -> None:
     """Refuse a version whose stretches leave their files, or have more bytes together than these.
 
     Whoever reads finds missing files.
@@ -202,7 +205,7 @@ def _check_sizes(checkpoint: Path, folder: Path, manifest: Manifest) -> None:
         needed[stretch.file] = total + stretch.length, max(end, stretch.start + stretch.length)
     for name, lengths in needed.items():
         path = folder / name
-        if path.is_file() and not path.is_symlink() and max(lengths) > (size := path.stat().st_size):
+        if not path.is_symlink() and -1 < (size := size_of(path)) < max(lengths):
             raise DamagedCheckpointError(str(checkpoint), name, f"ends after {size} bytes, of {max(lengths)} at least")
 
 

@@ -11,7 +11,8 @@ from lightning_fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning_fabric.utilities.types import _PATH
 
 from lightning_recsys.checkpoints.files import check_file, standing, write_file
-from lightning_recsys.checkpoints.folder import is_folder, read_checkpoint
+from lightning_recsys.checkpoints.folder import is_folder, read_checkpoint, remove_folder
+from lightning_recsys.checkpoints.places import place_of
 
 
 class FolderCheckpointIO(TorchCheckpointIO):
@@ -24,7 +25,7 @@ class FolderCheckpointIO(TorchCheckpointIO):
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: _PATH, storage_options: Any | None = None) -> None:
-        """Save a file, beside its goal until it is whole; one at a URL as Lightning does.
+        """Save a file, beside its goal until it is whole; one at a URL as Lightning does, by one request.
 
         Raises:
             OSError: it cannot be written; what was there is as it was.
@@ -32,6 +33,8 @@ class FolderCheckpointIO(TorchCheckpointIO):
         files, goal = url_to_fs(str(path))
         if storage_options is not None or not isinstance(files, LocalFileSystem):
             super().save_checkpoint(checkpoint, path, storage_options)
+            if is_folder(path):  # whose objects lie beside it there; until now it counted
+                remove_folder(place_of(path))
         else:  # Lightning writes to TMPDIR, and from another file system that is copied over what was there
             write_file(Path(goal), checkpoint)
 
@@ -46,7 +49,7 @@ class FolderCheckpointIO(TorchCheckpointIO):
         if is_folder(path):
             return read_checkpoint(path, weights_only=weights_only is not False)
         if "://" not in str(path):
-            path = standing(path)
+            path = str(standing(path))
         check_file(path)
         options = {} if map_location is None else {"map_location": map_location}
         checkpoint: dict[str, Any] = super().load_checkpoint(path, weights_only=weights_only, **options)

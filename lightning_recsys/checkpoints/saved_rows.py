@@ -7,6 +7,8 @@ import mmap
 import os
 import struct
 import zipfile
+from collections import deque
+from tempfile import TemporaryFile
 from typing import BinaryIO, cast
 
 import numpy as np
@@ -14,9 +16,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_recsys.checkpoints.files import read_pieces
+from lightning_recsys.checkpoints.files import open_own_file, read_pieces
 from lightning_recsys.checkpoints.folder import version_of
 from lightning_recsys.checkpoints.manifest import SavedChunk, Version
+from lightning_recsys.checkpoints.places import is_remote
 
 _NAME_LENGTHS = 26  # where the header of an entry of a ZIP file says how long its name and its extra field are
 _HEADER_BYTES = 30
@@ -27,7 +30,7 @@ class SavedRows:
 
     A chunk of the tensor is compared with its sum when a row of it is first asked for, a piece at a time; from then on
     it is mapped. In memory are the rows that were returned, and what the system keeps of the file for as long as it has
-    room.
+    room. A chunk at a URL is copied to a file without a name in ``TMPDIR`` first.
 
     Args:
         path: The folder of the checkpoint, or a version of it.
@@ -72,12 +75,19 @@ class SavedRows:
 
     def _map(self, number: int) -> NDArray[np.float32]:
         if number not in self._mapped:
-            chunk = self._chunks[number]
-            for _ in read_pieces(self._version.folder, chunk.stretch, checkpoint=self._version.checkpoint):
-                pass  # they are compared with their sum
-            with (self._version.folder / chunk.stretch.file).open("rb") as file:
-                end = chunk.stretch.start + chunk.stretch.length
-                mapped = mmap.mmap(file.fileno(), end, access=mmap.ACCESS_READ)
+            chunk, folder = self._chunks[number], self._version.folder
+            # All pieces are compared with their sum, on their way.
+            pieces = read_pieces(folder, chunk.stretch, checkpoint=self._version.checkpoint)
+            if is_remote(folder):
+                with TemporaryFile() as file:
+                    file.writelines(pieces)
+                    file.flush()
+                    mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            else:
+                deque(pieces, maxlen=0)
+                with open_own_file(folder / chunk.stretch.file) as own:
+                    end = chunk.stretch.start + chunk.stretch.length
+                    mapped = mmap.mmap(own.fileno(), end, access=mmap.ACCESS_READ)
             values = np.frombuffer(mapped, np.float32, math.prod(chunk.shape), _start_of_values(mapped, chunk))
             self._mapped[number] = values.reshape(chunk.shape)
         return self._mapped[number]

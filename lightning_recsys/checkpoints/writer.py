@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from io import IOBase
 from pathlib import Path
+from typing import cast
 
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
@@ -16,6 +17,7 @@ from torch.futures import Future
 
 from lightning_recsys.checkpoints.files import Stretch, summed_file
 from lightning_recsys.checkpoints.manifest import SavedChunk, SavedTensor
+from lightning_recsys.checkpoints.places import Place, is_remote, make_folder, place_of
 
 
 class SummingWriter(FileSystemWriter):
@@ -31,9 +33,11 @@ class SummingWriter(FileSystemWriter):
         tensors: On the first rank, once all is written: where each tensor lies, by key.
     """
 
-    def __init__(self, path: Path, *, prefix: str) -> None:
-        super().__init__(path)
+    def __init__(self, path: Place, *, prefix: str) -> None:
+        local = not is_remote(path)  # torch would sync all disks, as files elsewhere cannot be synced
+        super().__init__(str(path), sync_files=local)
         self.fs = self._files = _SummingFiles()
+        self.path, self.folder = cast(Path, path), path
         self.prefix = prefix
         self.tensors: dict[str, SavedTensor] = {}
 
@@ -64,7 +68,7 @@ class SummingWriter(FileSystemWriter):
 
 
 class _SummingFiles(FileSystem):
-    """torch's files, each of them summed while it is written."""
+    """torch's files, each of them summed while it is written; at URLs as well, which torch takes for paths."""
 
     def __init__(self) -> None:
         self.stretches: dict[tuple[str, int], Stretch] = {}  # by file and start
@@ -72,6 +76,21 @@ class _SummingFiles(FileSystem):
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[IOBase]:
         assert mode == "wb"
-        with summed_file(Path(path)) as file:
+        with summed_file(place_of(path)) as file:
             yield file
         self.stretches |= {(x.file, x.start): x for x in file.stretches.values()}
+
+    def init_path(self, path: str | os.PathLike[str]) -> str | os.PathLike[str]:
+        return cast(Path, place_of(path))
+
+    def concat_path(self, path: str | os.PathLike[str], suffix: str) -> str | os.PathLike[str]:
+        return cast(Path, place_of(path) / suffix)
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        place_of(path).rename(cast(Path, place_of(new_path)))
+
+    def mkdir(self, path: str | os.PathLike[str]) -> None:
+        make_folder(place_of(path))
+
+    def exists(self, path: str | os.PathLike[str]) -> bool:
+        return place_of(path).exists()

@@ -14,7 +14,7 @@ from pathlib import Path
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
-from lightning_recsys.errors import PublishedVersionError, PublisherReplacedError
+from lightning_recsys.errors import PublishedVersionError, PublisherReplacedError, network_errors
 from lightning_recsys.launchers.folders import RunFolder
 from lightning_recsys.serving.digested_files import digest_file, write_file
 from lightning_recsys.serving.manifest import (
@@ -39,17 +39,6 @@ _NUMBER = re.compile(r"[1-9]\d{0,17}")
 _LONGEST_CHAIN = 100_000
 _UNUSED_SECONDS = 3600.0  # a downloaded file that nobody has in use any more is kept for so long
 _NOTE_SECONDS = 600.0  # between two notes that files are in use
-
-
-@contextmanager
-def _network() -> Iterator[None]:
-    """Let errors of an fsspec file system be ``OSError``; the libraries behind it raise some that are none."""
-    try:
-        yield
-    except OSError:
-        raise
-    except Exception as error:
-        raise OSError(f"{type(error).__name__}: {error}") from error
 
 
 class VersionFolder:
@@ -190,7 +179,7 @@ class VersionFolder:
         """What errors call a version."""
         return f"{self.url}/{_VERSIONS}/{version}"
 
-    @_network()
+    @network_errors()
     def _read(self, place: str, most: int) -> bytes:
         if self.is_local:
             with open(os.open(self._local(place), os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
@@ -198,11 +187,11 @@ class VersionFolder:
         data: bytes = self._fs.cat_file(f"{self._root}/{place}", start=0, end=most)
         return data
 
-    @_network()
+    @network_errors()
     def _write_remote(self, place: str, data: bytes) -> None:
         self._fs.pipe_file(f"{self._root}/{place}", data)  # object stores replace an object in one step
 
-    @_network()
+    @network_errors()
     def _remove_remote(self, place: str) -> None:
         self._fs.rm_file(f"{self._root}/{place}")
 
@@ -215,7 +204,7 @@ class VersionFolder:
                 raise OSError(f"{path} is a link, which may lead out of the folder")
         return path
 
-    @_network()
+    @network_errors()
     def _download(self, place: str, entry: FileEntry) -> Path:
         """The file in the cache, named by its digest and compared with it; its suffix stays."""
         target = self.cache / f"{entry.sha256}{Path(place).suffix}"
@@ -294,7 +283,7 @@ class VersionFolder:
             except ValueError as error:
                 raise PublisherReplacedError(self.name(version), str(error).rstrip(".")) from error
 
-    @_network()
+    @network_errors()
     def versions(self) -> list[int]:
         """The numbers of all versions that are there, whole or not, rising."""
         try:
@@ -343,7 +332,7 @@ class VersionFolder:
                     self.remove(version)
                 raise
 
-    @_network()
+    @network_errors()
     def _put_file(self, path: Path, version: int) -> None:
         self._fs.put_file(str(path), f"{self._root}/{self.place(version, path.name)}")
 
@@ -386,7 +375,7 @@ class VersionFolder:
             temporary.unlink(missing_ok=True)  # it is there still where the disk is full
         _sync(target.parent)
 
-    @_network()
+    @network_errors()
     def remove(self, version: int) -> None:
         """Delete a version's files, if there are any; the manifest first, so that no half of it counts as one."""
         place = f"{self._root}/{_VERSIONS}/{version}"
@@ -431,7 +420,7 @@ class VersionFolder:
 
     def _check_own(self, version: int) -> None:
         place = f"{self._root}/{_VERSIONS}/{version}"
-        with _network():
+        with network_errors():
             entries = self._fs.ls(place, detail=True, refresh=True)
         for entry in entries:
             name = str(entry["name"]).rstrip("/").rpartition("/")[2]

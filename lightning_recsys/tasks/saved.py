@@ -5,14 +5,21 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
 import torch
 from torch import Tensor
 
-from lightning_recsys.checkpoints import SavedRows, Version, check_file, is_folder, read_checkpoint, version_of
+from lightning_recsys.checkpoints import (
+    SavedRows,
+    Version,
+    check_file,
+    is_folder,
+    load_file,
+    read_checkpoint,
+    version_of,
+)
 from lightning_recsys.embeddings import EmbeddingBagCollection, ReadOnlyRows
 
 Fetch = Callable[[Tensor], Tensor]
@@ -52,14 +59,13 @@ def load_for_prediction(
         for table in part.tables
         for kind in ("weight", *part.optimizer.initial_state(torch.zeros(1, part.embedding_dim)))
     }
-    path = Path(path)
     checkpoint: dict[str, Any]
     version = version_of(path) if is_folder(path) else None
     if version is not None:  # the run may replace it between what is read now and the rows
         checkpoint = read_checkpoint(version, without=keys, weights_only=weights_only)
     else:
         check_file(path)
-        checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
+        checkpoint = load_file(path, weights_only=weights_only)
     for prefix, part in prefixes.items():
         fetch = {
             table.name: _fetch(version or checkpoint["state_dict"], f"{prefix}.{table.name}.weight", shape)

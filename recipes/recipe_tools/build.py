@@ -16,7 +16,7 @@ from pytorch_lightning.callbacks import ProgressBar
 from torch import nn
 
 from lightning_recsys.callbacks import CalibratedLogLoss, NormalizedEntropyMonitor
-from lightning_recsys.checkpoints import FolderCheckpointIO, is_folder
+from lightning_recsys.checkpoints import FolderCheckpointIO, has_checkpoint
 from lightning_recsys.data.tables.schema import FEATURES
 from lightning_recsys.data.typed_yaml import load_yaml
 from lightning_recsys.embeddings import EmbeddingBagCollection, TableBackend
@@ -228,15 +228,16 @@ def seed_everything(seed: Any) -> None:
 
 
 def check_checkpoint(path: str | None) -> None:
-    """See that the checkpoint of ``ckpt_path`` is there, unless it is a name or an address that Lightning looks up.
+    """See that the checkpoint of ``ckpt_path`` is there, unless it is a name that Lightning looks up.
 
     Raises:
         ValueError: there is none.
     """
-    if path is None or path in ("best", "last", "hpc") or path.startswith("registry") or "://" in path:
+    if path is None or path in ("best", "last", "hpc") or path.startswith("registry"):
         return
-    if not Path(path).is_file() and not is_folder(path):
-        raise ValueError(f"ckpt_path: there is no checkpoint {path}, which would be {Path(path).absolute()}.")
+    if not has_checkpoint(path):
+        where = "" if "://" in path else f", which would be {Path(path).absolute()}"
+        raise ValueError(f"ckpt_path: there is no checkpoint {path}{where}.")
 
 
 def take_started(trainer: Config) -> None:

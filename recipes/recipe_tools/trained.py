@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
-from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
-import torch
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 from recipe_tools.command import command
 from recipe_tools.overrides import find_value
 
-from lightning_recsys.checkpoints import is_folder, read_description
+from lightning_recsys.checkpoints import has_checkpoint, is_folder, load_file, read_description
 
 # What the recipes decide anew; everything else is as in training.
 OWN_KEYS = ("ckpt_path", "paths")
@@ -36,7 +35,7 @@ def offer_checkpoint_config(arguments: Sequence[str], *, recipe: str = "evaluate
             raise SystemExit(f"{key}: name the checkpoint, as in {command(recipe)} {key}=best.ckpt")
         ConfigStore.instance().store("checkpoint", node={})  # --help and the like
         return
-    if not Path(path).is_file() and not is_folder(path):
+    if not has_checkpoint(path):
         raise SystemExit(f"{key}: there is no checkpoint {path}")
     trained = load_checkpoint(path, key).get("hyper_parameters", {}).get("config")
     if trained is None:
@@ -51,10 +50,10 @@ def load_checkpoint(path: str, key: str = "ckpt_path") -> dict[str, Any]:
     """The checkpoint; its tensors are left on disk."""
     if is_folder(path):
         return read_description(path)
-    if not Path(path).stat().st_size:
+    if os.path.exists(path) and not os.path.getsize(path):
         raise SystemExit(f"{key}: {path} is empty, and no checkpoint: its writing was cut off")
     try:
-        checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        checkpoint: dict[str, Any] = load_file(path)
     except (RuntimeError, UnpicklingError) as error:
         raise SystemExit(f"{key}: {path} cannot be read as a checkpoint ({str(error).splitlines()[0]})") from None
     return checkpoint

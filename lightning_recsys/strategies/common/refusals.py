@@ -15,9 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from lightning_recsys.checkpoints import refuse_url
 from lightning_recsys.strategies.common.averaged_copies import refuse_statistics_after_averaging
-from lightning_recsys.strategies.common.stored_rows import row_keys
 
 if TYPE_CHECKING:
     from lightning_recsys.strategies.common.base import RecsysStrategy
@@ -33,7 +31,6 @@ def refuse_to_fit(strategy: RecsysStrategy, trainer: pl.Trainer) -> None:
     refuse_without_shape(trainer.lightning_module)
     if not strategy.wraps_model or strategy.server_specs():
         refuse_tuners(trainer, strategy=type(strategy).__name__)
-        refuse_checkpoints_at_urls(trainer, trainer.lightning_module)
     if strategy.asynchronous:
         if strategy._layer_sync is not None:
             raise ValueError("trainer.sync_batchnorm=True makes every worker wait for all others at every layer.")
@@ -57,21 +54,6 @@ def refuse_tuners(trainer: pl.Trainer, *, strategy: str) -> None:
                 f"callback {type(callback).__name__} trains on trial and puts weights and optimizers back, which"
                 f" {strategy} cannot. Find the value on one device (strategy=auto) and set it."
             )
-
-
-def refuse_checkpoints_at_urls(trainer: pl.Trainer, module: nn.Module) -> None:
-    """Refuse callbacks that would write a folder to a URL, before the first of them is due.
-
-    Args:
-        trainer: The trainer that is about to fit.
-        module: The task; without tables its checkpoints are files.
-
-    Raises:
-        ValueError: the trainer has such a callback.
-    """
-    for callback in trainer.checkpoint_callbacks if row_keys(module) else ():
-        if (folder := getattr(callback, "dirpath", None)) is not None:
-            refuse_url(folder)
 
 
 def refuse_without_shape(module: nn.Module) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import pytorch_lightning as pl
 import torch
+from fsspec.implementations.memory import MemoryFileSystem
 from lightning_fabric.utilities import cloud_io
 from pytorch_lightning.core import saving
 from torch import nn
@@ -658,12 +659,20 @@ def test_single_file_when_a_byte_changes_or_it_is_cut_short_then_it_is_refused_o
     assert not target.exists()
 
 
-def test_path_when_it_is_a_url_then_is_refused_and_no_folder_of_that_name_is_made(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for url in ("s3://bucket/last.ckpt", f"file://{tmp_path}/last.ckpt"):
-        with pytest.raises(ValueError, match=r"is a folder, which all workers write .* give a path"):
-            save_folder(url, {"state_dict": {"w": torch.ones(2)}, "global_step": 1})
-    assert list(tmp_path.iterdir()) == []
+def test_path_when_it_is_a_file_url_then_is_that_path(tmp_path):
+    url = f"file://{tmp_path}/last.ckpt"
+    save_folder(url, {"state_dict": {"w": torch.ones(2)}, "global_step": 1})
+    assert [x.name for x in tmp_path.iterdir()] == ["last.ckpt"]
+    assert read_checkpoint(url)["global_step"] == read_checkpoint(tmp_path / "last.ckpt")["global_step"] == 1
+
+
+def test_url_when_its_library_fails_then_the_error_says_which_checkpoint_was_not_written(monkeypatch):
+    def fail(self, path, **options):
+        raise RuntimeError("unable to locate credentials")  # as botocore's errors, which are no OSError
+
+    monkeypatch.setattr(MemoryFileSystem, "info", fail)
+    with pytest.raises(CheckpointNotWrittenError, match=r"memory://a/last\.ckpt.*unable to locate credentials"):
+        save_folder("memory://a/last.ckpt", {"state_dict": {"w": torch.ones(2)}, "global_step": 1})
 
 
 def test_version_when_another_one_counts_by_now_then_is_not_read_as_that_one(saved):

@@ -11,19 +11,17 @@ from pathlib import Path
 import pytest
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.demos.boring_classes import BoringModel
 from pytorch_lightning.strategies import StrategyRegistry
 from pytorch_lightning.trainer.connectors.logger_connector.result import _ResultCollection
 from pytorch_lightning.trainer.states import TrainerFn
 from torch import nn
 
-from lightning_recsys.embeddings import EmbeddingBagCollection, EmbeddingBagConfig
 from lightning_recsys.errors import RequestRefusedError, ServerUnreachableError
 from lightning_recsys.launchers import ServerSpec
 from lightning_recsys.strategies import ForkserverDDPStrategy, RecsysStrategy
 from lightning_recsys.strategies.common.own_values import OwnValues
-from lightning_recsys.strategies.common.refusals import refuse_checkpoints_at_urls, refuse_without_shape
+from lightning_recsys.strategies.common.refusals import refuse_without_shape
 
 
 class Served(RecsysStrategy):
@@ -237,15 +235,3 @@ def test_value_when_logged_in_a_step_of_free_workers_then_is_the_workers_own(hoo
     assert results.metrics(on_step=False)["callback"]["loss_epoch"] == 12.0
     assert reduced == [6.0]
     assert caplog.text.count("workers run free") == 1
-
-
-def test_checkpoints_when_they_would_be_folders_at_a_url_then_are_refused_before_training():
-    tables = EmbeddingBagCollection([EmbeddingBagConfig("a", 5, 4, ("x",))])
-    there, here = (
-        pl.Trainer(callbacks=ModelCheckpoint(path), accelerator="cpu", logger=False)
-        for path in ("memory://bucket/run", "/shared/run")
-    )
-    with pytest.raises(ValueError, match=r"memory://bucket/run: a checkpoint of rows in stores is a folder"):
-        refuse_checkpoints_at_urls(there, tables)
-    refuse_checkpoints_at_urls(here, tables)
-    refuse_checkpoints_at_urls(there, nn.Linear(1, 1))
