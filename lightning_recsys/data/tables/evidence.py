@@ -245,6 +245,17 @@ def far_above_the_others(columns: Mapping[str, tuple[ColumnEvidence, Numbers]]) 
     return found
 
 
+def auc_together(columns: Sequence[tuple[ColumnEvidence, Numbers]]) -> float:
+    """AUC of a logistic regression of the log odds of columns.
+
+    Args:
+        columns: For each column the evidence and its best prediction, one at least. All are of the same rows.
+    """
+    labels_N = columns[0][0].held_out.labels_N
+    some = slice(None, None, -(-len(labels_N) // _JOINT_ROWS))
+    return _joint_auc(np.stack([evidence.log_odds(p_KV)[some] for evidence, p_KV in columns], axis=1), labels_N[some])
+
+
 def _joint_auc(x_NC: Numbers, y_N: Numbers) -> float:
     """AUC of a logistic regression, by Newton's method. A number a column is too few to fit the rows by chance."""
     x_NC = np.hstack([np.ones((len(x_NC), 1)), x_NC])

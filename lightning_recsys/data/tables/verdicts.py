@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_recsys.data.tables.column_guesses import Guess, Sample, guess_dense
-from lightning_recsys.data.tables.evidence import ColumnEvidence, HeldOut, Numbers, far_above_the_others
+from lightning_recsys.data.tables.evidence import ColumnEvidence, HeldOut, Numbers, auc_together, far_above_the_others
 from lightning_recsys.data.tables.features import Categorical, Dense
 
 GIVES_AWAY = "gives the label away"
@@ -43,6 +43,7 @@ def judge(
 
     Whole numbers become ids, numbers or both, by the log loss of each on held-out rows; where these hardly differ, the
     guess stays. So it is with the logarithm of skewed numbers. A column that by itself has an AUC above .99 is ignored.
+    It stays, with a remark, where the columns below that reach .99 together: then the label is easy to tell.
 
     Args:
         samples: All columns but the label.
@@ -57,11 +58,13 @@ def judge(
     if held_out is None:
         return dict(guesses), {}
     judged, drifts, features = dict(guesses), {}, {}
+    leaks: dict[str, _Witness] = {}
     for name, sample in samples.items():
         witness = _hear(sample, held_out)
         if witness is None:
             continue
         if witness.auc > _LEAK:
+            leaks[name] = witness
             judged[name] = Guess("ignore", None, _gives_away(witness))
         elif guesses[name].key == "time":
             if (drift := _drift(witness.evidence)) is not None:
@@ -69,6 +72,7 @@ def judge(
         elif guesses[name].key != "ignore":
             judged[name] = _correct(sample, guesses[name], witness.evidence)
             features[name] = witness
+    judged |= _easily_told(samples, guesses, leaks, features)
     told = far_above_the_others({name: (witness.evidence, witness.best) for name, witness in features.items()})
     for name, (auc, others) in told.items():
         remark = (
@@ -76,6 +80,29 @@ def judge(
         )
         judged[name] = replace(judged[name], reason=remark)
     return judged, drifts
+
+
+def _easily_told(
+    samples: Mapping[str, Sample],
+    guesses: Mapping[str, Guess],
+    leaks: Mapping[str, _Witness],
+    features: Mapping[str, _Witness],
+) -> dict[str, Guess]:
+    """The columns above .99 that stay, because those below reach .99 together: none where these do not."""
+    if not leaks or not features:
+        return {}
+    together = auc_together([(witness.evidence, witness.best) for witness in features.values()])
+    if together <= _LEAK:
+        return {}
+    return {
+        name: replace(
+            _correct(samples[name], guesses[name], witness.evidence),
+            reason=f"an easy label: by itself it has an AUC of {witness.auc:.4f}, columns below .99 together have "
+            f"{together:.4f}",
+        )
+        for name, witness in leaks.items()
+        if witness.auc_if_missing <= _LEAK and guesses[name].key not in ("ignore", "time")
+    }
 
 
 def _hear(sample: Sample, held_out: HeldOut) -> _Witness | None:

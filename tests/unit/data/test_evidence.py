@@ -308,3 +308,20 @@ def test_rows_when_they_are_sorted_by_the_label_then_their_number_gives_it_away(
     schema = guess(tmp_path, "click", index=np.arange(2000), city=city, click=label)
     assert (set(schema.categorical), schema.ignore) == ({"city"}, ("index",))
     assert schema.comments["index"].startswith("gives the label away")
+
+
+def test_numbers_that_tell_the_label_when_the_others_tell_it_together_then_stay_with_a_remark(tmp_path):
+    """Iris has such rows: two measures of the petal separate one kind, and so do those of the sepal together."""
+    rng = np.random.default_rng(0)
+    label = rng.integers(2, size=2000)
+    petal = np.round(label * 4 + rng.normal(size=2000) * 0.5, 3)
+    sepal = {f"sepal_{i}": np.round(label * 2 + rng.normal(size=2000), 3) for i in range(4)}
+    where = rng.choice(["field", "wood"], 2000)
+    schema = guess(tmp_path, "label", petal=petal, **sepal, where=where, label=label)
+    assert "petal" in schema.dense
+    assert "an easy label" in schema.comments["petal"]
+
+    (tmp_path / "hard").mkdir()
+    hard = guess(tmp_path / "hard", "label", petal=petal, sepal=sepal["sepal_0"], where=where, label=label)
+    assert hard.ignore == ("petal",)
+    assert hard.comments["petal"].startswith("gives the label away")
