@@ -1,8 +1,9 @@
 # An image for CPUs that trains, keeps rows as a server, and answers requests. From the repository's folder:
 #
-#   docker build -t lightning-recsys .
+#   docker build -t lightning-recsys . && mkdir -p work
 #   docker run --rm --shm-size=2g -v "$PWD/work:/work" lightning-recsys train                       # runs go to work/logs
-#   docker run --rm -v "$PWD/work:/work" lightning-recsys server --folder /work/tables --bind tcp://127.0.0.1:5790
+#   docker run --rm -v "$PWD/work:/work" lightning-recsys server --make-keys job.keys
+#   docker run --rm -p 5790:5790 -v "$PWD/work:/work" lightning-recsys server --folder tables --bind tcp://0.0.0.0:5790 --keys job.keys
 #   docker run --rm --shm-size=2g -p 8000:8000 -v "$PWD/work:/work" lightning-recsys serve url=/work/published host=0.0.0.0
 #
 # Tables and replicas lie in /dev/shm, of which Docker gives 64 MiB unless --shm-size says more. The image runs as user 1000,
