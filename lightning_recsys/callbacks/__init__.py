@@ -5,6 +5,7 @@ from lightning_recsys.callbacks.calibrated_log_loss import CalibratedLogLoss
 from lightning_recsys.callbacks.examples_per_second import ExamplesPerSecond
 from lightning_recsys.callbacks.normalized_entropy_monitor import NormalizedEntropyMonitor
 from lightning_recsys.callbacks.prediction_writer import PredictionWriter
+from lightning_recsys.callbacks.prometheus_metrics import PrometheusMetrics
 from lightning_recsys.callbacks.telemetry_monitor import Histogram, TelemetryMonitor
 
 __all__ = [
@@ -14,5 +15,6 @@ __all__ = [
     "LeanCallback",
     "NormalizedEntropyMonitor",
     "PredictionWriter",
+    "PrometheusMetrics",
     "TelemetryMonitor",
 ]

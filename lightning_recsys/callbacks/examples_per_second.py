@@ -66,7 +66,7 @@ class ExamplesPerSecond(LeanCallback):
             raise ValueError(f"warmup_steps must not be negative, got {warmup_steps}. Use 0 for no warm-up.")
         self.window_size = window_size
         self.warmup_steps = warmup_steps
-        self.batch_size_fn = batch_size_fn or _batch_size
+        self.batch_size_fn = batch_size_fn or batch_size_of
         self._reset()
 
     def _reset(self) -> None:
@@ -133,7 +133,8 @@ class ExamplesPerSecond(LeanCallback):
         log_epoch(pl_module, {"eps": eps, "examples": examples}, prog_bar=["eps"])
 
 
-def _batch_size(batch: Any) -> int:
+def batch_size_of(batch: Any) -> int:
+    """Number of examples in a batch: its length, or the first dimension of a collection's tensors."""
     if isinstance(batch, Batch):  # asked first, for it is asked at every step
         return len(batch)
     if hasattr(batch, "__len__") and not isinstance(batch, (tuple, list, Mapping)):

@@ -10,6 +10,8 @@ import pytorch_lightning as pl
 from lightning_recsys.callbacks._callback import LeanCallback
 from lightning_recsys.callbacks._logging import log_epoch, log_step, should_log
 
+WAITING = "comm/waiting_seconds"  # in telemetry: time that this process has waited for answers of servers
+
 
 class Histogram(Protocol):
     """Many observations of one quantity; a floating 1-D tensor of them is one."""
@@ -58,14 +60,22 @@ class TelemetryMonitor(LeanCallback):
 
 
 def _telemetry(trainer: pl.Trainer) -> dict[str, float]:
+    told = telemetry_of(trainer)
+    return {name if statistic == "value" else f"{name}/{statistic}": value for name, statistic, value in told}
+
+
+def telemetry_of(trainer: pl.Trainer) -> list[tuple[str, str, float]]:
+    """What the strategy tells of this process now: name, statistic (``value``, ``mean``, ``p99``, ``max``), number."""
     telemetry = getattr(trainer.strategy, "telemetry", None)
     values: Mapping[str, float | Histogram] = telemetry() if callable(telemetry) else {}
-    numbers: dict[str, float] = {}
+    numbers: list[tuple[str, str, float]] = []
     for name, value in values.items():
         if isinstance(value, (float, int)):
-            numbers[name] = float(value)
+            numbers.append((name, "value", float(value)))
         else:
-            numbers[f"{name}/mean"] = float(value.mean())
-            numbers[f"{name}/p99"] = float(value.quantile(0.99))
-            numbers[f"{name}/max"] = float(value.max())
+            numbers += [
+                (name, "mean", float(value.mean())),
+                (name, "p99", float(value.quantile(0.99))),
+                (name, "max", float(value.max())),
+            ]
     return numbers

@@ -45,6 +45,9 @@ examples:
     lightning-recsys-server --make-keys job.keys
     lightning-recsys-server --folder /data/tables --bind tcp://0.0.0.0:5790 --keys job.keys
 
+  with metrics for Prometheus, and health and readiness for Kubernetes, at http://0.0.0.0:9100:
+    lightning-recsys-server --folder /data/tables --bind tcp://0.0.0.0:5790 --keys job.keys --metrics-port 9100
+
   how it is doing:
     lightning-recsys-server --status tcp://10.0.0.7:5790 --keys job.keys
 
@@ -78,10 +81,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 ready=_say_ready,
                 num_threads=options.threads,
                 max_clients=options.max_clients,
+                metrics_port=options.metrics_port,
+                monitored=_say_monitored,
             )
         else:
             parser.error("one of --folder, --status and --make-keys is needed; --help explains them")
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, ImportError) as error:
         sys.stderr.write(f"lightning-recsys-server: {error}\n")
         return 1
     return 0
@@ -117,6 +122,13 @@ def _parser() -> argparse.ArgumentParser:
         default=1024,
         help="connections of worker processes, those lost within the last ten minutes included (default: %(default)s)",
     )
+    parser.add_argument(
+        "--metrics-port",
+        type=int,
+        metavar="PORT",
+        help="tell metrics to Prometheus at http://HOST:PORT/metrics, and /health and /ready beside it, where HOST is "
+        "that of --bind, or loopback; port 0 takes a free one. Whoever reaches it may read (default: none)",
+    )
     parser.add_argument("--json", action="store_true", help="print the status as JSON")
     parser.add_argument(
         "--timeout", type=float, default=5.0, help="seconds to wait for the status (default: %(default)s)"
@@ -126,6 +138,11 @@ def _parser() -> argparse.ArgumentParser:
 
 def _say_ready(endpoint: str) -> None:
     sys.stdout.write(f"lightning-recsys-server ready: {endpoint}\n")
+    sys.stdout.flush()
+
+
+def _say_monitored(url: str) -> None:
+    sys.stdout.write(f"lightning-recsys-server metrics: {url}/metrics\n")
     sys.stdout.flush()
 
 

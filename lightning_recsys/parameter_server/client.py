@@ -193,12 +193,14 @@ class Traffic:
         sent_bytes: Bytes sent.
         received_bytes: Bytes received.
         reconnects: New connections after the first.
+        waiting_seconds: Time that was spent waiting for answers, of all threads.
     """
 
     requests: int = 0
     sent_bytes: int = 0
     received_bytes: int = 0
     reconnects: int = 0
+    waiting_seconds: float = 0.0
 
 
 @dataclass(slots=True)
@@ -456,6 +458,7 @@ class Connection:
                 self._try_again(pending, attempts, started)
                 attempts += 1
             deadline = time.monotonic() + self._timeout
+        self.traffic.waiting_seconds += time.monotonic() - started
         return pending.reply
 
     def _receive(self, seconds: float) -> bool:

@@ -32,7 +32,7 @@ _MOST_GONE = 1024  # peers that are remembered after they went
 _ACCEPTED, _DISCONNECTED = int(zmq.EVENT_ACCEPTED), int(zmq.EVENT_DISCONNECTED)
 _MORE, _NOBLOCK = int(zmq.SNDMORE), int(zmq.NOBLOCK)
 _BYTES_RECEIVED = struct.Struct("<128xQ")  # of the system's struct tcp_info
-_BYTES_QUEUED = struct.Struct("i")  # what TIOCOUTQ tells
+_BYTES_QUEUED = struct.Struct("i")  # what TIOCOUTQ and FIONREAD tell
 
 log = logging.getLogger(__name__)
 
@@ -172,6 +172,14 @@ class Connections:
                     peer.was_heard, peer.received = False, received
                 elif received - peer.received > self._max_unfinished:
                     self._cut(peer, f"has sent more than {self._max_unfinished:,} bytes of one message")
+
+    def queued_bytes(self) -> int:
+        """Bytes that the system has received and nobody has read yet, of all connections; from any thread."""
+        total = 0
+        for peer in list(self._by_descriptor.values()):
+            with suppress(OSError), _borrowed(peer) as connected:
+                total += _BYTES_QUEUED.unpack(fcntl.ioctl(connected, termios.FIONREAD, bytes(_BYTES_QUEUED.size)))[0]
+        return total
 
     def close(self) -> None:
         """Look no more."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial, reduce
 from operator import or_
 from pathlib import Path
@@ -31,6 +31,7 @@ from lightning_recsys.parameter_server.requests.meetings import MeetingRequests
 from lightning_recsys.parameter_server.requests.operations import Answer, Offer, Operations, Push
 from lightning_recsys.parameter_server.requests.rows import RowRequests
 from lightning_recsys.parameter_server.requests.stores import OpenStores
+from lightning_recsys.parameter_server.watched.counts import Counts, OperationCounts
 from lightning_recsys.parameter_server.wire import (
     Frame,
     Limits,
@@ -55,25 +56,6 @@ class _Gap(Exception):
         self.applied = applied
 
 
-@dataclass(slots=True)
-class Counts:
-    """What a server has done since it started.
-
-    Args:
-        requests: Requests that were answered, however they ended.
-        refused: Those of them that were not carried out.
-        pushes: Number of pushes that were applied.
-        duplicates: Pushes that came again, and were acknowledged without being applied.
-        started: When it started, in seconds of a clock that never goes back.
-    """
-
-    requests: int = 0
-    refused: int = 0
-    pushes: int = 0
-    duplicates: int = 0
-    started: float = field(default_factory=time.monotonic)
-
-
 @dataclass(frozen=True)
 class Unfinished:
     """A request that is being worked on in another thread; :meth:`RequestHandler.finish` has its reply.
@@ -81,10 +63,16 @@ class Unfinished:
     Args:
         request_id: Id of the request, which its reply has to carry.
         future: Future of the result.
+        counts: Where it is counted once it is answered.
+        begun: When it was taken, in nanoseconds.
+        received: Its size in bytes.
     """
 
     request_id: int
     future: Future[object]
+    counts: OperationCounts
+    begun: int
+    received: int
 
 
 class RequestHandler:
@@ -103,6 +91,8 @@ class RequestHandler:
         journal: The journal, by which each push counts once.
         recovered: A push that the folder's last server had not finished was taken back.
         counts: Counts of what was done so far.
+        metrics_url: Where the server tells its metrics, if it does; its status says so.
+        queued_bytes: Tells how many bytes of requests wait to be read; whoever has the connections sets it.
 
     Raises:
         FileNotFoundError: there is no such folder.
@@ -124,7 +114,8 @@ class RequestHandler:
         self.journal = Journal(self.stores.folder, max_clients=max_clients)
         self.recovered = self.journal.recover()
         self.clients = Clients(self.journal)
-        self.counts = Counts()
+        self.metrics_url: str | None = None
+        self.queued_bytes: Callable[[], int] = lambda: 0
         offered = [kind(self.stores).operations for kind in (RowRequests, DynamicRequests, DenseRequests)]
         offered += [self.clients.operations, self.stores.operations, ExchangeRequests(self.stores).operations]
         self._meetings = MeetingRequests(self.stores.folder)
@@ -134,6 +125,7 @@ class RequestHandler:
             self._offer = offer(self.stores.folder, self.stores.limits, lambda: self.clients.peer)
             offered.append(self._offer.operations)
         self._operations = reduce(or_, offered, Operations(reads={"status": self._status}))
+        self.counts = Counts({*self._operations.reads, *self._operations.pushes})
 
     def handle(self, frames: Sequence[Frame], peer: Peer | None = None) -> list[bytes | memoryview] | Unfinished:
         """The frames of the reply to the frames of a request, unless that takes long.
@@ -142,15 +134,37 @@ class RequestHandler:
             frames: The frames of the request.
             peer: The connection that it came over, if any.
         """
+        counts = self.counts
+        counts.begun = begun = time.perf_counter_ns()
+        counts.requests += 1
         self.clients.peer = peer
-        reply = self._reply(frames)
-        return reply if isinstance(reply, Unfinished) else encode_reply(reply)
+        of_operation = counts.others
+        try:
+            request = decode_request(frames, self.stores.limits)
+        except MessageError as error:
+            outcome = self._outcome(error.request_id, partial(self._refuse_message, error))
+        else:
+            of_operation = counts.operations.get(request.operation, of_operation)
+            outcome = self._outcome(request.id, partial(self._answer, request))
+        received = sum(map(len, frames))
+        if isinstance(outcome, Future):
+            counts.begun = 0
+            return Unfinished(request.id, outcome, of_operation, begun, received)
+        return self._encoded(outcome, of_operation, begun, received)
 
     def finish(self, unfinished: Unfinished) -> list[bytes | memoryview]:
         """The frames of the reply to a request whose result is there."""
         reply = self._outcome(unfinished.request_id, unfinished.future.result)
         assert isinstance(reply, Reply), "a future gives no future"
-        return encode_reply(reply)
+        return self._encoded(reply, unfinished.counts, unfinished.begun, unfinished.received)
+
+    def _encoded(self, reply: Reply, counts: OperationCounts, begun: int, received: int) -> list[bytes | memoryview]:
+        """The frames of a reply, which is counted."""
+        frames = encode_reply(reply)
+        is_ok = reply.status == Status.OK or reply.status == Status.GAP
+        counts.add(time.perf_counter_ns() - begun, received, sum(map(len, frames)), is_ok=is_ok)
+        self.counts.begun = 0
+        return frames
 
     def status(self) -> dict[str, Any]:
         """What a server tells of itself; plain numbers and strings."""
@@ -159,12 +173,19 @@ class RequestHandler:
             **self.stores.mapped.status(),
             "requests": counts.requests,
             "refused": counts.refused,
+            "received_bytes": sum(x.received_bytes for x in counts.operations.values()),
+            "sent_bytes": sum(x.sent_bytes for x in counts.operations.values()),
+            "queued_bytes": self.queued_bytes(),
+            "unfinished": counts.unfinished,
             "pushes": counts.pushes,
             "duplicates": counts.duplicates,
             "clients": len(self.clients),
+            "restarts": self.journal.restarts,
+            **self.stores.staleness_status(),
             "run": self.clients.lease.holder or "none",
             "uptime": round(time.monotonic() - counts.started, 3),
             "folder": str(self.stores.folder),
+            **({} if self.metrics_url is None else {"metrics": self.metrics_url}),
             **({} if self._offer is None else self._offer.status()),
         }
 
@@ -180,15 +201,6 @@ class RequestHandler:
         take_plain(request)
         return self.status()
 
-    def _reply(self, frames: Sequence[Frame]) -> Reply | Unfinished:
-        """Carry out a request; whatever is wrong with it, or happens meanwhile, becomes a reply."""
-        self.counts.requests += 1
-        try:
-            request = decode_request(frames, self.stores.limits)
-        except MessageError as error:
-            return self._outcome(error.request_id, partial(self._refuse_message, error))
-        return self._outcome(request.id, partial(self._answer, request))
-
     def _refuse_message(self, error: MessageError) -> object:
         """Raise; a push that cannot even be read is counted, in its place among the client's."""
 
@@ -199,12 +211,12 @@ class RequestHandler:
             self._once(error.push, check)
         raise error
 
-    def _outcome(self, request_id: int, work: Callable[[], object]) -> Reply | Unfinished:
-        """The reply that says what came of some work; an :class:`Unfinished` where that is a future."""
+    def _outcome(self, request_id: int, work: Callable[[], object]) -> Reply | Future[object]:
+        """The reply that says what came of some work, errors included; the future where that is one."""
         try:
             result = work()
             if isinstance(result, Future):
-                return Unfinished(request_id, result)
+                return result
             if isinstance(result, Answer):
                 return Reply(request_id, Status.OK, result.value, result.arrays)
             if isinstance(result, Tensor):

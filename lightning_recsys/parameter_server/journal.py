@@ -44,7 +44,7 @@ LEASE_SECONDS = 600.0  # a client that said goodbye, or was cut off, keeps its s
 _MAGIC = 0x4C52_5332_4A4F_5552
 _WORDS = 8  # 64 bytes for the header and for each slot
 _HEADER_MAGIC, _HEADER_SLOT, _HEADER_SEQUENCE = 0, 3, 4
-_HEADER_NONCE, _HEADER_BOOT = slice(1, 3), slice(5, 7)
+_HEADER_NONCE, _HEADER_BOOT, _HEADER_STARTS = slice(1, 3), slice(5, 7), 7
 _ID = slice(0, 2)
 _APPLIED, _REFUSED, _SEEN_SECONDS, _CLOSED = 2, 3, 4, 5
 _ALIGNMENT = 64
@@ -80,6 +80,7 @@ class Journal:
         max_clients: Slots. A folder whose journal has more keeps them.
 
     Attributes:
+        restarts: How often a server has started on this folder before.
         nonce: Drawn when the journal was made: who can read it from the folder is on the same machine as the folder.
 
     Both files are opened once, here: later, a process may have no descriptor to spare.
@@ -111,6 +112,8 @@ class Journal:
         self._index = {slot[_ID].tobytes(): number for number, slot in enumerate(self._slots) if slot[_ID].any()}
         self.nonce = self._header[_HEADER_NONCE].tobytes()
         self._go_on_counting()
+        self.restarts = int(self._header[_HEADER_STARTS])
+        self._header[_HEADER_STARTS] += 1
 
     def recover(self) -> bool:
         """Put back what a killed server left half done; says whether there was something to put back."""

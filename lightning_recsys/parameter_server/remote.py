@@ -110,6 +110,8 @@ class RemoteEmbeddingStore(_Remote, EmbeddingStore):
         codec: How rows and their gradients travel. Whole stretches (:meth:`read`, :meth:`write`) do as they are.
     """
 
+    is_remote = True
+
     def __init__(self, connection: Connection, name: str, description: dict[str, Any], codec: Codec) -> None:
         super().__init__(connection, name, description)
         self._codec, self._compressed = codec, {"compression": codec.name}

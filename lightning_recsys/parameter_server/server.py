@@ -16,18 +16,21 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from lightning_recsys.monitoring import MonitoringEndpoint
 from lightning_recsys.parameter_server.connections import LOOK_MILLISECONDS, Connections, Peer
 from lightning_recsys.parameter_server.handler import MakeOffer, RequestHandler, Unfinished
 from lightning_recsys.parameter_server.keys import ServerKeys, Token
 from lightning_recsys.parameter_server.own_files import check_own_folder, make_own_folder, open_own
 from lightning_recsys.parameter_server.sockets import allow_descriptors, expect_heartbeats, is_loopback, send_unpaced
+from lightning_recsys.parameter_server.watched.metrics import collect
 from lightning_recsys.parameter_server.wire import Limits, receive_frames
 from lightning_recsys.runtime import configure_worker, process_end
 
@@ -56,6 +59,8 @@ def serve(
     limits: Limits | None = None,
     max_clients: int = 1024,
     offer: MakeOffer | None = None,
+    metrics_port: int | None = None,
+    monitored: Callable[[str], None] = lambda url: None,
 ) -> None:
     """Run a server in this process until it is told to stop; requests that have arrived by then are answered.
 
@@ -77,19 +82,34 @@ def serve(
         max_clients: Clients that the journal has room for.
         offer: What the server offers besides stores, as for
             :class:`~lightning_recsys.parameter_server.handler.RequestHandler`.
+        metrics_port: Port of a :class:`~lightning_recsys.monitoring.MonitoringEndpoint`, 0 for a free one; at the
+            host of ``bind``, or on loopback where that is a socket. Default: none.
+        monitored: Called with the URL of that endpoint, which answers from before the stores are opened.
 
     Raises:
         ValueError: the address is not of this machine and there are no keys, or it is no address.
         RuntimeError: another server serves the folder.
         PermissionError: the folder, or a file of the server's in it, is another user's, open to others, or a link.
-        OSError: the port is taken.
+        OSError: a port is taken.
+        ModuleNotFoundError: there is a ``metrics_port``, and ``prometheus-client`` is not installed.
     """
     bind = _in(folder) if bind is None else bind
     check_bind(bind, keys)  # before anything is made
     configure_worker(num_threads)
     allow_descriptors(max_clients + OWN_DESCRIPTORS)
     make_own_folder(folder)
-    with Server(folder, bind=bind, keys=keys, limits=limits, max_clients=max_clients, offer=offer) as server:
+    with ExitStack() as stack:
+        # Before the server, which may have much to recover: it is alive meanwhile, and not ready.
+        monitoring = None
+        if metrics_port is not None:
+            monitoring = stack.enter_context(MonitoringEndpoint(host=_host_of(bind), port=metrics_port))
+            monitored(monitoring.url)
+        options: dict[str, Any] = {"limits": limits, "max_clients": max_clients, "offer": offer}
+        server = stack.enter_context(Server(folder, bind=bind, keys=keys, **options))
+        if monitoring is not None:
+            server.handler.metrics_url = monitoring.url
+            monitoring.set_ready(partial(collect, server.handler))
+            stack.callback(monitoring.set_unready)
         parent = multiprocessing.parent_process()
         if parent is not None:
             assert parent.pid is not None
@@ -143,7 +163,6 @@ class Server:
         self.waker.setblocking(False)
         # Requests whose results are there, with who asked: other threads add to it, and wake the loop, which answers.
         self._finished: deque[tuple[Peer, Unfinished]] = deque()
-        self._num_unfinished = 0  # requests that other threads work on, or have finished and nobody has answered
         self._stopping: list[int] = []  # file descriptors at whose end it stops
         self._connections: Connections | None = None  # once it listens
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -169,6 +188,7 @@ class Server:
                 max_unsent=limits.message_bytes,
                 lost=self.handler.clients.lose,
             )
+            self.handler.queued_bytes = self._connections.queued_bytes
         except BaseException:
             self.close()
             raise
@@ -234,7 +254,7 @@ class Server:
         while time.monotonic() < deadline and self._serve_one():
             pass
         self._answer_finished()
-        while self._num_unfinished and (seconds := deadline - time.monotonic()) > 0:
+        while self.handler.counts.unfinished and (seconds := deadline - time.monotonic()) > 0:
             if select.select([self._wake], [], [], seconds)[0]:
                 self._wake.recv(4096)
             self._answer_finished()
@@ -250,14 +270,14 @@ class Server:
             with suppress(OSError):  # full: then it wakes anyway; closed: then nobody is answered any more
                 self.waker.send(_FINISHED)
 
-        self._num_unfinished += 1
+        self.handler.counts.unfinished += 1
         unfinished.future.add_done_callback(finished)
 
     def _answer_finished(self) -> None:
         assert self._connections is not None
         while self._finished:
             peer, unfinished = self._finished.popleft()
-            self._num_unfinished -= 1
+            self.handler.counts.unfinished -= 1
             reply = self.handler.finish(unfinished)
             if peer.is_alive:
                 self._connections.send(peer, reply)
@@ -310,6 +330,12 @@ class Server:
 def _in(folder: Path) -> str:
     """Where a server listens that was told nothing: only whom the system lets into the folder comes in."""
     return f"ipc://{folder.absolute() / SOCKET}"
+
+
+def _host_of(bind: str) -> str:
+    """The host at which a server listens; loopback where that is a socket."""
+    host = bind.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+    return "127.0.0.1" if bind.startswith("ipc://") else "0.0.0.0" if host == "*" else host  # noqa: S104 - as asked
 
 
 def check_bind(bind: str, keys: ServerKeys | None) -> None:

@@ -12,6 +12,7 @@ from lightning_recsys.optim import RowAdam, RowFTRL, RowSGD, RowWiseAdagrad
 from lightning_recsys.parameter_server import connect
 from lightning_recsys.placement import place_tables
 from lightning_recsys.stores import StoreBackend, table_costs
+from lightning_recsys.sync import StalenessNormalization
 
 pytestmark = pytest.mark.distributed
 
@@ -71,6 +72,72 @@ def test_collection_when_cut_over_two_servers_then_20_steps_equal_the_local_ones
     for key, tensor in local.state_dict().items():
         torch.testing.assert_close(saved[key], tensor, rtol=1e-5, atol=1e-5)
         assert torch.equal(remote.state_dict()[key], saved[key])
+
+
+def prefetching(servers, *, normalization=None) -> EmbeddingBagCollection:
+    """Rows that start at 0, on both servers, and move by 1 for each gradient of 1."""
+    tables = [EmbeddingBagConfig(x.name, x.num_embeddings, 8, x.feature_names, init_std=0.0) for x in TABLES]
+    collection = EmbeddingBagCollection(tables, optimizer=RowSGD(1.0))
+    plan, layout = plan_for("net", collection), collection.layout
+    options = {"servers": servers, "plan": plan, "normalization": normalization}
+    collection.bind(StoreBackend.create("net", layout, collection.optimizer, **options))
+    return collection
+
+
+@pytest.mark.parametrize("kind", ["single", "bags", "weighted"])
+def test_prefetch_then_rows_lack_the_last_update_and_sums_are_exact(servers, kind):
+    collection, steps = prefetching(servers), [batch(kind) for _ in range(12)]
+    expected = EmbeddingBagCollection(collection.tables, optimizer=RowSGD(1.0))
+    before_the_last = expected(steps[0]).detach()
+    for step, sparse in enumerate(steps):
+        pooled = collection(sparse)
+        torch.testing.assert_close(pooled, before_the_last, rtol=1e-5, atol=1e-5)
+        if step + 1 < len(steps):
+            collection.prefetch(steps[step + 1])
+            before_the_last = expected(steps[step + 1]).detach()
+        pooled.sum().backward()
+        expected(sparse).sum().backward()
+    collection.flush()
+    assert collection.embedding_bags.num_early_lookups == len(steps) - 1
+    assert not any(server.connection._pending for server in servers)
+    for key, rows in expected.state_dict().items():
+        torch.testing.assert_close(collection.state_dict()[key], rows, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("other", ["ids", "weights", "none"])
+def test_prefetch_when_another_batch_comes_then_its_rows_are_fetched(servers, other):
+    collection, announced = prefetching(servers), batch("weighted")
+    for _ in range(2):
+        collection(announced).sum().backward()
+    collection.prefetch(announced)
+    weights = None if other == "none" else announced.weights * (2 if other == "weights" else 1)
+    values = announced.values.flip(0) % 20 if other == "ids" else announced.values
+    another = SparseFeatures(FEATURES, values, lengths=announced.lengths, weights=weights)
+    expected = collection.embedding_bags.lookup_frozen(collection.resolve(another))
+    torch.testing.assert_close(collection(another), expected)
+    assert collection.embedding_bags.num_early_lookups == 0
+    collection.flush()
+    assert not any(server.connection._pending for server in servers)
+
+
+def test_prefetch_when_rows_are_written_then_the_next_lookup_sees_them(servers):
+    collection, sparse = prefetching(servers), batch("single")
+    collection(sparse).sum().backward()
+    collection.prefetch(sparse)
+    collection.load_state_dict({key: torch.full_like(rows, 3.0) for key, rows in collection.state_dict().items()})
+    assert (collection(sparse) == 3.0).all()
+
+
+def test_prefetch_then_versions_count_the_update_that_an_early_lookup_lacks(servers):
+    collection, sparse = prefetching(servers, normalization=StalenessNormalization("identity")), batch("single")
+    for _ in range(5):
+        pooled = collection(sparse)
+        collection.prefetch(sparse)
+        pooled.sum().backward()
+    collection.flush()
+    observed = collection.embedding_bags.observed
+    rows = len(torch.unique(torch.cat([sparse.values[:16], 400 + sparse.values[16:48], 500 + sparse.values[48:]])))
+    assert observed.counts == {1: rows, 2: 4 * rows}, "a fresh gradient counts 1: its own update"
 
 
 def test_plain_embedding_when_cut_over_two_servers_then_it_trains_as_torchs(servers):

@@ -82,8 +82,9 @@ def test_peer_when_it_takes_no_answers_then_is_cut_and_others_go_on(tmp_path):
         closing(Zmtp(server.endpoint)) as greedy,
     ):
         center = stores.create_dense_store("center", torch.ones(SIZE))
-        for number in range(1, 101):  # 80 MB
-            greedy.send(bytes(request_frames("pull", store="center", request_id=number)[0]))
+        with suppress(ConnectionError):  # it may be cut before it has asked for all
+            for number in range(1, 101):  # 80 MB
+                greedy.send(bytes(request_frames("pull", store="center", request_id=number)[0]))
         pulled = 0
         while len(server._connections) > 1:
             assert center.pull().all()

@@ -60,6 +60,20 @@ class OpenStores:
         self._open.clear()
         self.mapped.close()
 
+    def staleness(self) -> dict[str, dict[int, int]]:
+        """How often each staleness occurred in the pushes to each open store, for stores that count versions.
+
+        Another thread may ask.
+        """
+        found = {name: dict(served.store.observed.counts) for name, served in list(self._open.items())}
+        return {name: counts for name, counts in found.items() if counts}
+
+    def staleness_status(self) -> dict[str, float]:
+        """The mean staleness of all pushes to all open stores; nothing where none counts versions."""
+        counts = [pair for counts in self.staleness().values() for pair in counts.items()]
+        total = sum(count for _, count in counts)
+        return {"mean_staleness": sum(x * count for x, count in counts) / total} if total else {}
+
     # --- What the other parts ask ------------------------------------------------------------------------------------
 
     def embedding(self, request: Request) -> ServedEmbedding:
