@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -14,7 +15,8 @@ class ClusterLayout:
     Args:
         num_trainers: Number of trainers, each of which has a dense replica.
         workers_per_trainer: Number of processes that share one trainer's replica.
-        num_nodes: Machines; each runs as many ranks as the others.
+        num_nodes: Machines; each runs as many ranks as the others, unless ``nodes`` says otherwise.
+        nodes: The node of each rank, where an engine has placed them.
 
     Raises:
         ValueError: a number below 1, or a trainer that would lie on two nodes.
@@ -27,12 +29,15 @@ class ClusterLayout:
     num_trainers: int
     workers_per_trainer: int = 1
     num_nodes: int = 1
+    nodes: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         for name in ("num_trainers", "workers_per_trainer", "num_nodes"):
             if getattr(self, name) < 1:
                 raise ValueError(f"strategy.{name} must be at least 1, got {getattr(self, name)}.")
-        if self.num_trainers % self.num_nodes:
+        if self.nodes is not None:
+            check_on_one_node(self.nodes, self.workers_per_trainer, what="workers of a trainer share the memory")
+        elif self.num_trainers % self.num_nodes:
             raise ValueError(
                 f"strategy.num_trainers={self.num_trainers} is not a multiple of the {self.num_nodes} nodes: nodes run "
                 "equally many ranks, and the workers of a trainer share the memory of one node. Take a multiple of "
@@ -66,3 +71,22 @@ class ClusterLayout:
         if not 0 <= rank < self.world_size:
             raise ValueError(f"ranks are 0 to {self.world_size - 1}, got {rank}.")
         return rank
+
+
+def check_on_one_node(nodes: Sequence[int], size: int, *, what: str) -> None:
+    """See that ranks which belong together are on one node.
+
+    Args:
+        nodes: The node of each rank.
+        size: So many ranks that follow each other belong together.
+        what: What they do together on one node, for the message.
+
+    Raises:
+        ValueError: some of them are on two nodes.
+    """
+    for first in range(0, len(nodes), size):
+        if len(together := sorted(set(nodes[first : first + size]))) > 1:
+            raise ValueError(
+                f"ranks {first} to {first + size - 1} are on the nodes {together}, and {what} of one node. Let each"
+                f" node run a multiple of {size} ranks."
+            )

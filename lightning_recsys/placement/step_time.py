@@ -10,6 +10,7 @@ from lightning_recsys.placement.loads import DeviceLoad, LoadModel
 from lightning_recsys.placement.machines import GroupMachines
 from lightning_recsys.placement.operators import TRAINER, OperatorGraph
 from lightning_recsys.placement.plan import OperatorPlan
+from lightning_recsys.placement.queueing import closed_network_seconds
 
 
 @dataclass(frozen=True)
@@ -70,14 +71,10 @@ class StepTime:
 
 
 def predict(graph: OperatorGraph, plan: OperatorPlan, machines: GroupMachines) -> StepTime:
-    r"""Predict the step time of a plan.
+    """Predict the step time of a plan.
 
     A net computes, sends and waits in turn, and meets the others at processors and links, which serve one after the
-    other: a closed queueing network, solved by mean value analysis,
-
-    .. math:: R_k(n) = D_k\,(1 + Q_k(n-1)), \qquad X(n) = \frac{n}{Z + \sum_k R_k(n)}, \qquad Q_k(n) = X(n)\, R_k(n)
-
-    for ``n`` nets, the time ``D_k`` that a step needs of resource ``k``, and the time ``Z`` for which nobody queues. A
+    other: a closed queueing network (:func:`~lightning_recsys.placement.queueing.closed_network_seconds`). A
     resource with ``c`` cores is a queue of ``D / c`` behind a wait of ``D (c - 1) / c``. Bytes queue at servers' links;
     those of trainers are a limit. Where processors are shared, all processes queue for the same cores.
 
@@ -85,8 +82,8 @@ def predict(graph: OperatorGraph, plan: OperatorPlan, machines: GroupMachines) -
     processors are shared, their sum over the cores if that is longer. With many nets the bottleneck limits what that
     can gain.
 
-    Reference: Reiser and Lavenberg 1980, "Mean-value analysis of closed multichain queueing networks"; Seidmann et al.
-    1987 for several cores.
+    Reference: Seidmann et al. 1987, "Computerized closed queueing network models of flexible manufacturing systems",
+    for several cores.
     """
     model = LoadModel(graph, machines)
     loads = model.loads(plan.devices)
@@ -98,7 +95,7 @@ def predict(graph: OperatorGraph, plan: OperatorPlan, machines: GroupMachines) -
     saved = sum(sum(parts) - max(*parts, sum(parts) / (machines.shared_cores or math.inf), 0.0) for parts in levels)
     groups = 1 if machines.shared_cores is None else machines.num_groups
     alone = wait + sum(time * copies for time, copies in queues) - saved
-    seconds = max(_step_seconds(queues, wait, machines.num_nets * groups) - saved, busy[bottleneck])
+    seconds = max(closed_network_seconds(queues, wait, machines.num_nets * groups) - saved, busy[bottleneck])
     used = {
         device: Utilisation(
             load.cpu_busy() / seconds, load.network_busy(machines.link.bandwidth) / seconds, load.memory_share
@@ -134,13 +131,3 @@ def _add_cores(queues: list[tuple[float, int]], seconds: float, cores: float, co
     """Queue for the cores of a machine; returns how much of the time is no matter of queueing."""
     queues.append((seconds / max(cores, 1.0) / copies, copies))
     return seconds * (1 - 1 / max(cores, 1.0))
-
-
-def _step_seconds(queues: list[tuple[float, int]], wait: float, num_nets: int) -> float:
-    waiting = [0.0] * len(queues)
-    seconds = wait
-    for nets in range(1, num_nets + 1):
-        times = [time * (1 + queue) for (time, _), queue in zip(queues, waiting, strict=True)]
-        seconds = wait + sum(time * copies for time, (_, copies) in zip(times, queues, strict=True))
-        waiting = [nets / seconds * time for time in times] if seconds else waiting
-    return seconds
