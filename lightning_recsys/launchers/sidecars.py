@@ -170,6 +170,11 @@ class Sidecars:
         return {str(server.spec): server.endpoint for server in self._servers}
 
     @property
+    def pids(self) -> list[int]:
+        """Process ids of the servers, in the order of the specs."""
+        return [server.process.pid for server in self._servers if server.process.pid is not None]
+
+    @property
     def sentinels(self) -> list[int]:
         """Objects that become ready when a server dies, for :func:`multiprocessing.connection.wait`."""
         return [server.process.sentinel for server in self._servers if not server.is_over]

@@ -1,0 +1,113 @@
+"""A run of Ray Train whose workers train by a strategy of this package."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+from ray.train import Result, RunConfig, ScalingConfig
+from ray.train.torch import TorchTrainer
+
+from lightning_recsys.ray.backend import RecsysTorchConfig
+from lightning_recsys.ray.checkpoints import ReportCheckpoints, last_checkpoint
+from lightning_recsys.ray.environment import RayEnvironment
+from lightning_recsys.ray.servers import RayServers, RunningServers
+from lightning_recsys.strategies.common.base import RecsysStrategy
+
+
+class Worker:
+    """What a training function of :func:`fit` gets, in each worker.
+
+    Args:
+        strategy: The strategy that the workers train by.
+        servers: The servers of its stores; ``None`` where the strategy has them started, if it needs some.
+    """
+
+    def __init__(self, strategy: RecsysStrategy, servers: RunningServers | None = None) -> None:
+        self._strategy, self._servers = strategy, servers
+
+    def trainer(self, **arguments: Any) -> pl.Trainer:
+        """A ``Trainer`` on all workers of the run, which reports a checkpoint to Ray at the end of each epoch.
+
+        Args:
+            **arguments: As for ``Trainer``, without ``strategy``, ``num_nodes`` and ``devices``. ``callbacks`` and
+                ``plugins`` are added to those that Ray needs.
+        """
+        callbacks = _listed(arguments.pop("callbacks", None))
+        plugins = _listed(arguments.pop("plugins", None))
+        strategy = copy.deepcopy(self._strategy)
+        if self._servers is not None:
+            endpoints, strategy.key_file = self._servers.find(Path.cwd())  # Ray has made this folder for the run
+            strategy.servers = tuple(endpoints)
+        return pl.Trainer(
+            strategy=strategy,
+            plugins=[RayEnvironment(), *plugins],
+            callbacks=[*callbacks, ReportCheckpoints()],
+            **arguments,
+        )
+
+    @property
+    def checkpoint(self) -> str | None:
+        """What to go on from: ``trainer.fit(..., ckpt_path=worker.checkpoint)``; ``None`` at the first start."""
+        return last_checkpoint()
+
+
+def fit(
+    train: Callable[[Worker], Any],
+    *,
+    strategy: RecsysStrategy,
+    scaling: ScalingConfig,
+    servers: RayServers | None = None,
+    run: RunConfig | None = None,
+    datasets: Mapping[str, Any] | None = None,
+) -> Result:
+    """Train in Ray's workers.
+
+    .. code-block:: python
+
+        def train(worker: Worker) -> None:
+            data = SyntheticDataModule(batch_size=2048)
+            task = CTRTask(DeepFM(data.num_dense, data.fields, embedding_dim=16))
+            trainer = worker.trainer(max_epochs=3)
+            trainer.fit(task, datamodule=data, ckpt_path=worker.checkpoint)
+
+        result = fit(train, strategy=ShadowSyncStrategy(), scaling=ScalingConfig(num_workers=2))
+
+    Args:
+        train: What each worker does. It travels to the workers by pickle.
+        strategy: The strategy of this package by which ``worker.trainer()`` trains.
+        scaling: How many workers, with which resources.
+        servers: Servers of the strategy's stores, which outlive workers. By default the strategy has its own, beside
+            the workers, which end with them.
+        run: Name, storage and ``FailureConfig`` of the run.
+        datasets: Data sets of Ray Data by name.
+
+    Returns:
+        Ray's result: the last metrics, and the last checkpoint (:func:`path_in`).
+
+    Raises:
+        ray.train.TrainingFailedError: a worker failed, more often than ``FailureConfig`` allows.
+    """
+    running = None if servers is None else RunningServers(servers.actors)
+
+    def work() -> None:
+        train(Worker(strategy, running))
+
+    trainer = TorchTrainer(
+        work,
+        torch_config=RecsysTorchConfig(),
+        scaling_config=scaling,
+        run_config=run,
+        datasets=None if datasets is None else dict(datasets),
+    )
+    return trainer.fit()
+
+
+def _listed(given: Any) -> list[Any]:
+    """What ``Trainer`` takes alone or in a list, as a list."""
+    if given is None:
+        return []
+    return list(given) if isinstance(given, list | tuple) else [given]

@@ -1,0 +1,194 @@
+"""``launcher=ray``: the processes of a run are workers of Ray Train."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+import pytorch_lightning as pl
+from recipe_tools.build import Config
+from recipe_tools.quiet import be_quiet
+from recipe_tools.record import RunRecord
+
+if TYPE_CHECKING:  # the extra lightning-recsys[ray]
+    from ray.train import Result
+
+    from lightning_recsys.ray.servers import RunningServers
+
+Train = Callable[[Config, RunRecord], None]
+
+
+class RayLauncher:
+    """Runs the recipe in workers on a cluster of Ray, and starts them again when one fails.
+
+    Args:
+        num_workers: Processes of the run.
+        resources_per_worker: What each of them has, by Ray's names; by default a CPU, and a GPU with ``use_gpu``.
+        use_gpu: Each worker has a GPU.
+        placement_strategy: How Ray spreads workers over nodes.
+        max_failures: So often all workers start again, from the last checkpoint, when one fails.
+        num_servers: Servers of the strategy's stores that outlive workers; 0: servers beside the workers.
+        store_folder: Where these servers keep their files, on a disk of each node; an absolute path.
+        address: Where the cluster is. By default where ``RAY_ADDRESS`` says, or one of this machine for the run alone.
+
+    Raises:
+        ValueError: there is to be no worker, or servers have no folder.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_workers: int = 2,
+        resources_per_worker: Mapping[str, float] | None = None,
+        use_gpu: bool = False,
+        placement_strategy: str = "PACK",
+        max_failures: int = 3,
+        num_servers: int = 0,
+        store_folder: str | None = None,
+        address: str | None = None,
+    ) -> None:
+        if num_workers < 1:
+            raise ValueError(f"launcher.num_workers must be at least 1, got {num_workers}.")
+        if num_servers and store_folder is None:
+            raise ValueError(
+                f"launcher.num_servers={num_servers}, and launcher.store_folder does not say where they keep their"
+                " files. Name an absolute path on a disk of each node."
+            )
+        self._num_servers, self._store_folder = num_servers, store_folder
+        self._scaling = {
+            "num_workers": num_workers,
+            "use_gpu": use_gpu,
+            "placement_strategy": placement_strategy,
+            "resources_per_worker": None if resources_per_worker is None else dict(resources_per_worker),
+        }
+        self._max_failures, self._address = max_failures, address
+
+    def __call__(self, train: Train, record: RunRecord) -> None:
+        """Run ``train`` in all workers; what rank 0 has learned stands in ``record`` then.
+
+        Raises:
+            ImportError: Ray is not installed.
+            ray.train.TrainingFailedError: workers failed once too often.
+        """
+        try:
+            import ray.train.torch
+        except ImportError as error:
+            raise ImportError('launcher=ray needs Ray: pip install -e ".[ray]".') from error
+        from lightning_recsys.ray import RecsysTorchConfig
+
+        folder, here, config = record.path.parent.absolute(), Path.cwd(), record.config
+        run_id, found_here = uuid4().hex, list(sys.path)
+        with _cluster(self._address), self._servers() as servers:
+
+            def work() -> dict[str, Any]:
+                # Ray has led each worker into a folder of its own.
+                found = None if servers is None else servers.find(Path.cwd())
+                os.chdir(here)
+                sys.path += [place for place in found_here if place not in sys.path]  # with models of one's own
+                return run_worker(train, config, folder, run_id, found)
+
+            trainer = ray.train.torch.TorchTrainer(
+                work,
+                torch_config=RecsysTorchConfig(),
+                scaling_config=ray.train.ScalingConfig(**self._scaling),
+                run_config=ray.train.RunConfig(
+                    name=f"{config['name']}-{run_id[:8]}",
+                    storage_path=str(folder / "ray"),
+                    failure_config=ray.train.FailureConfig(max_failures=self._max_failures),
+                ),
+            )
+            result: Result = trainer.fit()
+        learned: dict[str, Any] = result.return_value
+        record.metrics |= learned["metrics"]
+        record.details |= learned["details"]
+
+    @contextmanager
+    def _servers(self) -> Iterator[RunningServers | None]:
+        from lightning_recsys.ray.servers import RayServers, RunningServers
+
+        if not self._num_servers or self._store_folder is None:
+            yield None
+            return
+        with RayServers(self._num_servers, store_folder=self._store_folder) as servers:
+            yield RunningServers(servers.actors)
+
+
+def run_worker(
+    train: Train, config: Config, folder: Path, run_id: str, servers: tuple[list[str], Path] | None
+) -> dict[str, Any]:
+    """Run the recipe in one of the workers.
+
+    Args:
+        train: The recipe.
+        config: Its configuration.
+        folder: The run's folder, which all nodes share.
+        run_id: Names this run, in whatever number of tries.
+        servers: Endpoints of the servers of the strategy's stores, and a file with keys to them; ``None`` where the
+            strategy has its own servers.
+
+    Returns:
+        What stands in the record of this worker.
+    """
+    be_quiet()
+    config = config | {"trainer": config["trainer"] | {"num_nodes": 1, "devices": 1, "enable_progress_bar": False}}
+    if servers is not None:
+        endpoints, key_file = servers
+        config["trainer"]["strategy"] |= {"servers": endpoints, "key_file": str(key_file)}
+    if _was_begun(folder / "ray" / f"begun-{run_id}"):
+        config |= {"ckpt_path": "last"}
+    record = RunRecord(folder, config=config, overrides=[])
+    train(config, record)
+    return {"metrics": record.metrics, "details": record.details}
+
+
+def worker_arguments(config: Config) -> dict[str, Any]:
+    """What ``Trainer`` needs beside the configuration: where this worker stands among Ray's."""
+    if config.get("launcher") is None:
+        return {}
+    from lightning_recsys.ray import RayEnvironment
+
+    return {"plugins": [RayEnvironment()]}
+
+
+def refuse_one_process(trainer: pl.Trainer, config: Config) -> None:
+    """See that all of Ray's workers train together.
+
+    Raises:
+        ValueError: the strategy trains on one process, so each worker would train a model of its own.
+    """
+    if (launcher := config.get("launcher")) is not None and trainer.world_size != launcher["num_workers"]:
+        raise ValueError(
+            f"launcher.num_workers={launcher['num_workers']}, and this strategy trains on {trainer.world_size} process:"
+            " choose strategy=ddp, shadowsync, het or another one of several workers, or launcher.num_workers=1."
+        )
+
+
+def _was_begun(mark: Path) -> bool:
+    """Whether workers of this run have begun before these; rank 0 looks, and all of them know."""
+    import torch.distributed as dist
+
+    found = [mark.exists()]
+    dist.broadcast_object_list(found)
+    if dist.get_rank() == 0:
+        mark.touch()
+    return found[0]
+
+
+@contextmanager
+def _cluster(address: str | None) -> Iterator[None]:
+    """A connection to the cluster; one that this process had before stays."""
+    import ray
+
+    if ray.is_initialized():
+        yield
+        return
+    ray.init(address=address)
+    try:
+        yield
+    finally:
+        ray.shutdown()
