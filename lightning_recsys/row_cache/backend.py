@@ -16,7 +16,6 @@ from lightning_recsys.embeddings import SparseFeatures, Ticket
 from lightning_recsys.embeddings.kernels import TableLayout
 from lightning_recsys.optim import RowOptimizer
 from lightning_recsys.optim.accumulating import is_additive
-from lightning_recsys.parameter_server.remote import RemoteEmbeddingStore
 from lightning_recsys.placement import TablePart
 from lightning_recsys.row_cache.copies import RowCache
 from lightning_recsys.row_cache.held import CachedTicket, HeldRows, RowsByMessage
@@ -139,11 +138,6 @@ class CachedBackend(StoreBackend):
     def shared_index(self) -> SharedIndex | None:
         """The index that further caches may take as ``shared``; ``None`` where rows come in messages."""
         return self._shared
-
-    @property
-    def asks_servers(self) -> bool:
-        """Whether rows come in messages, and not from this machine's memory: it helps then to know batches early."""
-        return any(isinstance(store, RemoteEmbeddingStore) for store in self.stores)
 
     # --- A step ------------------------------------------------------------------------------------------------------
 

@@ -12,11 +12,12 @@ from weakref import WeakSet
 import numpy as np
 
 from lightning_recsys.embeddings import SparseFeatures, Ticket
+from lightning_recsys.embeddings.sparse_features import same_ids
 from lightning_recsys.row_cache.copies import RowCache
 from lightning_recsys.row_cache.index import BatchPlan, Integers
 from lightning_recsys.row_cache.messages import NO_CLOCKS, NO_KEYS, RowMessages
 from lightning_recsys.row_cache.owners import StepGradients
-from lightning_recsys.row_cache.window import AnnouncedFeatures, same_ids
+from lightning_recsys.row_cache.window import AnnouncedFeatures
 from lightning_recsys.stores.exchange import RowValues
 from lightning_recsys.sync import ClockRule
 

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from itertools import islice
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from lightning_recsys.compiled.hash_table import (
@@ -34,6 +33,7 @@ from lightning_recsys.compiled.hash_table import (
 )
 from lightning_recsys.compiled.loops import AHEAD, SOON, compile_inline, compile_loop, prefetch_row
 from lightning_recsys.embeddings import SparseFeatures
+from lightning_recsys.embeddings.sparse_features import same_ids
 from lightning_recsys.row_cache import order
 from lightning_recsys.row_cache.order import COUNT, LIST, NEXT, NOWHERE, PLANNED
 
@@ -319,12 +319,3 @@ class AnnouncedFeatures:
                     self._batches.popleft()
                 return number
         return None
-
-
-def same_ids(one: SparseFeatures, other: SparseFeatures) -> bool:
-    """Whether two batches look up the same rows, features in the same order."""
-    if one.values is other.values and one.lengths is other.lengths and one.offsets is other.offsets:
-        return True
-    if one.is_single_hot != other.is_single_hot or not torch.equal(one.values, other.values):
-        return False
-    return one.is_single_hot or torch.equal(one.bag_offsets(), other.bag_offsets())

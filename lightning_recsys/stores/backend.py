@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lightning_recsys.embeddings import EmbeddingBagConfig, SparseFeatures, TableBackend, Ticket
 from lightning_recsys.embeddings.kernels import TableLayout
+from lightning_recsys.embeddings.sparse_features import same_ids
 from lightning_recsys.optim import RowOptimizer
 from lightning_recsys.placement import PlacementPlan, TableCost, TablePart, rows_in_stripe
 from lightning_recsys.stores.dynamic.rows import DynamicRows
@@ -27,6 +28,9 @@ from lightning_recsys.stores.stripes import keep_stripes, stripe_rows
 from lightning_recsys.stores.tables import StoredTables
 from lightning_recsys.stores.versions import StalenessHistogram
 from lightning_recsys.sync import StalenessNormalization
+
+_Found = tuple[Tensor, Tensor | None]
+"""Pooled rows, float32 ``[B, F, D]``, and the versions of the batch's rows, int64 ``[N]``, where they have some."""
 
 _NO_IDS = torch.empty(0, dtype=torch.int64, device="cpu")
 
@@ -109,6 +113,7 @@ class StoreBackend(TableBackend):
 
     Attributes:
         stored: The tables as the stores have them, whatever of them is kept here besides.
+        num_early_lookups: Lookups whose rows were asked for ahead of them (:meth:`prefetch`).
         meet: Waits until every process that trains these rows has come here. Nobody else does, by default.
 
     Raises:
@@ -135,6 +140,9 @@ class StoreBackend(TableBackend):
         whole = len(stores) == 1 and stores[0][0].layout == layout
         self._only = stores[0][0] if whole else None
         self.meet: Callable[[], object] = _nobody_else
+        # The batch that is looked up next, and what waits for its rows; None where nobody has announced it.
+        self._early: tuple[SparseFeatures, Callable[[], _Found]] | None = None
+        self.num_early_lookups = 0
         self._first_has_all_features = self._shares[0].features.tolist() == list(range(len(layout.feature_tables)))
 
     @classmethod
@@ -202,28 +210,59 @@ class StoreBackend(TableBackend):
         """Whether rows have versions; a ticket then has those that its lookup saw."""
         return self._shares[0].store.normalization is not None
 
+    @property
+    def asks_servers(self) -> bool:
+        """Whether rows come in messages, and not from this machine's memory: it helps then to know batches early."""
+        return any(store.is_remote for store in self.stores)
+
     def lookup(self, sparse: SparseFeatures) -> tuple[Tensor, Ticket]:  # noqa: D102 - inherited
+        local = sparse.to("cpu")  # where the stores are
+        early, self._early = self._early, None
+        if early is not None and _are_alike(early[0], local):
+            pooled_BFD, versions_N = early[1]()
+            self.num_early_lookups += 1
+        else:
+            _drop(early)
+            pooled_BFD, versions_N = self._begin_lookup(local)()
+        return pooled_BFD.to(sparse.device), Ticket(sparse if versions_N is None else local, versions_N)
+
+    def prefetch(self, sparse: SparseFeatures) -> None:
+        """Ask for the rows of the batch that is looked up next: they travel while the present one is trained.
+
+        They lack this worker's update by the present batch, as they may lack those of others.
+        """
+        _drop(self._early)
+        local = sparse.to("cpu")
+        self._early = (local, self._begin_lookup(local)) if self.asks_servers else None
+
+    def _begin_lookup(self, local: SparseFeatures) -> Callable[[], _Found]:
+        """Ask for a batch's rows, and their versions where they have some; what it returns waits for them."""
         if not self.is_versioned:
-            return self.lookup_frozen(sparse), Ticket(sparse)
-        device, local = sparse.device, sparse.to("cpu")
+            pooled = self._begin_pooled_lookup(local)
+            return lambda: (pooled(), None)
         if self._only is not None:
-            pooled_BFD, versions_N = self._only.begin_versioned_lookup(local)()
-            return pooled_BFD.to(device), Ticket(local, versions_N)  # both where the stores are
+            return self._only.begin_versioned_lookup(local)
         striped = self._striped(local)
         pending = [share.store.begin_versioned_lookup(share.select(striped)) for share in self._shares]
-        answers = [answer() for answer in pending]
-        versions_N = torch.zeros_like(local.values)
-        for share, (_, versions) in zip(self._shares, answers, strict=True):
-            versions_N[share.positions(striped)] = versions
-        return self._joined([pooled for pooled, _ in answers]).to(device), Ticket(local, versions_N)
+
+        def answer() -> _Found:
+            answers = [answer() for answer in pending]
+            versions_N = torch.zeros_like(local.values)
+            for share, (_, versions) in zip(self._shares, answers, strict=True):
+                versions_N[share.positions(striped)] = versions
+            return self._joined([pooled for pooled, _ in answers]), versions_N
+
+        return answer
 
     def lookup_frozen(self, sparse: SparseFeatures) -> Tensor:  # noqa: D102 - inherited
-        device, sparse = sparse.device, sparse.to("cpu")
+        return self._begin_pooled_lookup(sparse.to("cpu"))().to(sparse.device)
+
+    def _begin_pooled_lookup(self, local: SparseFeatures) -> Callable[[], Tensor]:
         if self._only is not None:
-            return self._only.pooled_lookup(sparse).to(device)
-        striped = self._striped(sparse)
+            return self._only.begin_pooled_lookup(local)
+        striped = self._striped(local)
         answers = [share.store.begin_pooled_lookup(share.select(striped)) for share in self._shares]
-        return self._joined([answer() for answer in answers]).to(device)
+        return lambda: self._joined([answer() for answer in answers])
 
     def _joined(self, parts: Sequence[Tensor]) -> Tensor:
         """The servers' sums, each ``[B, S, D]``, as those of the collection's features."""
@@ -273,6 +312,8 @@ class StoreBackend(TableBackend):
 
     def invalidate(self) -> None:
         """Flush, then forget what is kept of rows, after which somebody may write to the stores."""
+        _drop(self._early)
+        self._early = None
         self.flush()
 
     @contextmanager
@@ -335,7 +376,7 @@ class StoreBackend(TableBackend):
             super()._load_rows(state_dict, prefix, missing_keys, error_msgs)
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"meet": _nobody_else}  # a copy is this process's alone
+        return self.__dict__ | {"meet": _nobody_else, "_early": None}  # a copy is this process's alone
 
     def extra_repr(self) -> str:
         """Names the tables, the rule and how many stores there are."""
@@ -401,6 +442,19 @@ def _part_table(table: EmbeddingBagConfig, part: TablePart) -> EmbeddingBagConfi
 
 def _nobody_else() -> None:
     pass
+
+
+def _are_alike(one: SparseFeatures, other: SparseFeatures) -> bool:
+    """Whether two batches have the same pooled rows."""
+    if one.weights is None or other.weights is None:
+        return one.weights is other.weights and same_ids(one, other)
+    return same_ids(one, other) and torch.equal(one.weights, other.weights)
+
+
+def _drop(early: tuple[SparseFeatures, Callable[[], _Found]] | None) -> None:
+    """Wait for rows that nobody looks up: a connection keeps a request until somebody has had its answer."""
+    if early is not None:
+        early[1]()
 
 
 def _in_order(layout: TableLayout, parts: Sequence[TablePart]) -> list[TablePart]:

@@ -35,12 +35,14 @@ class EmbeddingStore(ABC):
         optimizer: The update rule.
         normalization: What stale gradients count; ``None`` where rows have no versions.
         weight_bytes: Size of an element of a row or of its gradient where they travel: 4 of float32.
+        is_remote: Whether rows come in messages, and not from this machine's memory.
     """
 
     layout: TableLayout
     optimizer: RowOptimizer
     normalization: StalenessNormalization | None
     weight_bytes: int = 4
+    is_remote: bool = False
 
     @property
     @abstractmethod

@@ -21,7 +21,7 @@ from lightning_recsys.stores.dynamic.hash_store import HashEmbeddingStore
 from lightning_recsys.stores.dynamic.rows import DynamicRows
 from lightning_recsys.stores.embedding_store import MappedEmbeddingStore
 from lightning_recsys.stores.folders.locality import boot_id
-from lightning_recsys.stores.folders.room import free_bytes
+from lightning_recsys.stores.folders.room import free_bytes, used_bytes
 from lightning_recsys.stores.interfaces import EmbeddingStore, Stores
 from lightning_recsys.stores.mapped_arrays import META, check_name, remove_arrays, total_bytes
 from lightning_recsys.sync import StalenessNormalization
@@ -146,6 +146,7 @@ class MappedStores(Stores):
     def status(self) -> dict[str, Any]:
         """Stores, rows, how many of them exist, bytes of the folder, and what is free; a folder sees no requests.
 
+        ``bytes`` are those of the stores' files, and ``used_bytes`` those of them that take room already.
         ``free_bytes`` are there for new files, and ``place`` is machine and file system, which share them.
         """
         stored = self._stored()
@@ -161,6 +162,7 @@ class MappedStores(Stores):
                 self._file_bytes(name) if name in dynamic else total_bytes(found["arrays"])
                 for name, found in stored.items()
             ),
+            "used_bytes": sum(used_bytes(path) for name in stored for path in (self.folder / name).glob("[!.]*")),
             "free_bytes": free_bytes(self.folder),
             "place": f"{boot_id() or socket.gethostname()}:{self.folder.stat().st_dev}",
         }

@@ -58,9 +58,6 @@ class Part:
     def begin(self) -> None:
         """Training begins."""
 
-    def begin_batch(self, batch_idx: int) -> None:
-        """A training batch begins."""
-
     def state(self) -> dict[str, Any]:
         """What a checkpoint that is more than weights has of it, by keys of its own; on the first rank.
 
@@ -135,6 +132,9 @@ class DensePart(Part):
 
     def prepare(self) -> None:
         """The optimizers are there: refuse a model that cannot be trained so, before any rank begins."""
+
+    def begin_batch(self, batch_idx: int) -> None:
+        """A training batch begins."""
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any], make: Callable[..., Any]) -> Any:
         """Make an optimizer's step, which computes the gradients.

@@ -29,7 +29,7 @@ class ServedStrategy(RecsysStrategy):
     Args:
         rows: How workers read and train the rows: ``plain``, at the servers at each step; ``cached``, mostly in copies
             of their own (:class:`~lightning_recsys.strategies.CachedRows` with its defaults); or an object of such a
-            class, which has the following six arguments itself. Default: as the strategy's paper has them.
+            class, which has the following seven arguments itself. Default: as the strategy's paper has them.
         table_placement: How tables are spread over the servers: ``round_robin``, by ``size``, or ``profiled``, by
             the time that lookups and updates of a few training batches take.
         min_rows: Plain ``nn.Embedding`` and ``nn.EmbeddingBag`` of at least so many rows are served, too. Default:
@@ -40,6 +40,8 @@ class ServedStrategy(RecsysStrategy):
         dynamic_rows: For collections made with ``device="meta"``: make their rows when they are first trained, so that
             tables may have any number of ids. Default: all rows are there from the start.
         num_embedding_servers: Number of servers for embedding rows, over which tables are spread.
+        prefetch: Ask servers on other machines for the next batch's rows while the present one is trained, at one step
+            of staleness more.
         **kwargs: Further arguments of :class:`~lightning_recsys.strategies.common.base.RecsysStrategy`.
 
     Attributes:
@@ -65,6 +67,7 @@ class ServedStrategy(RecsysStrategy):
         row_optimizer: RowOptimizer | None = None,
         dynamic_rows: DynamicRows | None = None,
         num_embedding_servers: int = 1,
+        prefetch: bool = False,
         **kwargs: Any,
     ) -> None:
         given: dict[str, Any] = {
@@ -74,6 +77,7 @@ class ServedStrategy(RecsysStrategy):
             "row_optimizer": row_optimizer,
             "dynamic_rows": dynamic_rows,
             "num_embedding_servers": num_embedding_servers,
+            **({"prefetch": prefetch} if prefetch else {}),  # cached rows have a default of their own
         }
         super().__init__(**kwargs)
         self.rows = self._rows_of(rows, given)
@@ -92,7 +96,11 @@ class ServedStrategy(RecsysStrategy):
                 f" CachedRows(staleness=100), got {rows!r}."
             )
         require_one_of("rows", rows, get_args(RowsName))
-        return ServedRows(**given) if rows == "plain" else _cached_rows(**given)
+        if rows == "plain":
+            return ServedRows(**given)
+        own = {"prefetch": given.pop("prefetch", False)}
+        refuse_meaningless(ServedStrategy, own, "with strategy.rows=cached, most of which do not travel")
+        return _cached_rows(**given)
 
     def own_rows(self, **settings: Any) -> ServedRows:
         """The rows of a strategy that is not asked for others: those of the dense part's paper."""
@@ -248,7 +256,10 @@ class ServedStrategy(RecsysStrategy):
         return {**self.traffic(), **self.rows.telemetry(), **self.dense.telemetry()}
 
     def traffic(self) -> dict[str, float]:
-        """Bytes and requests of this process so far, to servers and other workers; shared memory counts as none."""
+        """Bytes and requests of this process so far, to servers and other workers; shared memory counts as none.
+
+        ``comm/waiting_seconds`` is the time that it has waited for answers of servers, in all threads.
+        """
         traffic = {
             f"{kind}-{index}": stores.connection.traffic
             for kind, servers in self.run_servers.connected.items()
@@ -259,6 +270,7 @@ class ServedStrategy(RecsysStrategy):
         return {
             "comm/sent_bytes": float(beside + sum(x.sent_bytes for x in traffic.values())),
             "comm/received_bytes": float(beside + sum(x.received_bytes for x in traffic.values())),
+            "comm/waiting_seconds": sum(x.waiting_seconds for x in traffic.values()),
             **{f"load/{server}": float(x.requests) for server, x in traffic.items()},
         }
 

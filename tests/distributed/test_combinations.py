@@ -29,7 +29,7 @@ class Batches:
         self.ids = ids
 
     def __iter__(self):
-        return iter(self.ids)
+        return (SparseFeatures(("id",), ids) for ids in self.ids)
 
     def __len__(self):
         return len(self.ids)
@@ -45,9 +45,12 @@ class ConstantGradients(pl.LightningModule):
             nn.init.zeros_(weight)
         self.model = Summed(rows)
 
-    def training_step(self, ids, batch_idx):
-        self.log("world_size", float(dist.get_world_size()))
-        return self.model(SparseFeatures(("id",), ids)).sum()
+    def training_step(self, batch, batch_idx):
+        self.log("world_size", float(dist.get_world_size()), batch_size=BATCH)
+        return self.model(batch).sum()
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.log("early", self.trainer.strategy.telemetry().get("comm/early_lookups", 0.0), batch_size=BATCH)
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.25)
@@ -103,10 +106,24 @@ EASGD = {"dense": "easgd", "rows": CACHED, "alpha": 0.5}
         # All pushes of both workers, on one copy.
         ({"dense": "servers", "rows": CACHED, "normalization": "identity"}, "auto", 2),
         ({"dense": "groups", "rows": {"cache_rows": 5, "max_missed_updates": 8}, "nets_per_trainer": 2}, "tcp", 2),
+        # Rows asked for one step early.
+        ({"dense": "easgd", "rows": "plain", "prefetch": True}, "tcp", None),
+        ({"dense": "servers", "normalization": "identity", "prefetch": True}, "tcp", 2),
+        ({"dense": "groups", "rows": "plain", "nets_per_trainer": 2, "prefetch": True}, "tcp", 2),
         # The mean of both, once.
         ({"dense": "ddp", "rows": "plain", "pace": "free"}, "tcp", 1),
     ],
-    ids=["easgd-cached-mapped", "easgd-cached", "ma-cached", "servers-cached-mapped", "groups-cached", "ddp-free"],
+    ids=[
+        "easgd-cached-mapped",
+        "easgd-cached",
+        "ma-cached",
+        "servers-cached-mapped",
+        "groups-cached",
+        "easgd-prefetched",
+        "servers-prefetched",
+        "groups-prefetched",
+        "ddp-free",
+    ],
 )
 def test_rows_when_composed_then_each_gradient_of_each_worker_counts_once(parts, transport, dense_updates):
     """The arithmetic: a row's value is minus LR times the number of its lookups; the bias's, of the updates made to it.
@@ -114,9 +131,11 @@ def test_rows_when_composed_then_each_gradient_of_each_worker_counts_once(parts,
     Gradients do not depend on parameters, so neither staleness nor order changes a sum, only an update that is lost or
     made twice does. Powers of two leave no rounding.
     """
-    rows = parts["rows"] if isinstance(parts["rows"], str) else CachedRows(**parts["rows"])  # those of one strategy
+    rows = CachedRows(**parts["rows"]) if isinstance(parts.get("rows"), dict) else parts.get("rows")  # of one strategy
     trainer, task = fit(compose(**{**parts, "rows": rows}, transport=transport))
     assert trainer.callback_metrics["world_size"] == 2
+    if parts.get("prefetch"):  # all steps of a worker but the first; group servers cut the model at it
+        assert trainer.callback_metrics["early"] == STEPS - (2 if parts["dense"] == "groups" else 1)
     lookups = torch.bincount(torch.cat([ids_of(0), ids_of(1)]).flatten(), minlength=NUM_ROWS)
     rows = task.model.rows.state_dict()["embedding_bags.t.weight"]
     assert torch.equal(rows, (-LR * lookups)[:, None].expand(-1, 2))

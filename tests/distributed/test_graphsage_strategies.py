@@ -54,7 +54,7 @@ def test_two_workers_when_links_are_learned_then_equal_one_with_twice_the_batch(
     for key, value in links_alone[0].items():
         assert not torch.equal(value, start[key])
         torch.testing.assert_close(learned[key], value, rtol=1e-4, atol=1e-5, msg=key)
-    for metric in ("val/recall", "val/ndcg"):
+    for metric in ("val/recall", "val/ndcg", "val/mrr"):
         assert metrics[metric] == pytest.approx(links_alone[1][metric], abs=1e-5)
 
 

@@ -6,6 +6,7 @@ import math
 import os
 import signal
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -112,6 +113,7 @@ class Shown(ProgressBar):
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         pl_module.log("shown", float(self.total_train_batches))
+        pl_module.log("early", trainer.strategy.telemetry().get("comm/early_lookups", 0.0))
 
 
 class CountsInSteps(Counts):
@@ -144,8 +146,14 @@ def make_trainer(strategy, *callbacks, **options):
 def test_worker_when_killed_in_mid_epoch_then_the_others_train_all_examples_and_the_run_can_be_resumed(
     tmp_path, caplog, name, accumulated
 ):
-    """Where gradients accumulate, the dead worker has not pushed those of the batches from the 14th on."""
-    make = {"async_ps": AsyncParameterServerStrategy, "shadowsync": ShadowSyncStrategy}[name]
+    """Where gradients accumulate, the dead worker has not pushed those of the batches from the 14th on.
+
+    Workers lease their batches as well where they ask for rows one step early.
+    """
+    make = {
+        "async_ps": AsyncParameterServerStrategy,
+        "shadowsync": partial(ShadowSyncStrategy, prefetch=True),
+    }[name]
     options = {"accumulate_grad_batches": accumulated}
     saving = ModelCheckpoint(tmp_path / "saved", filename="{epoch}", save_top_k=-1)
     model = Counts()
@@ -156,6 +164,7 @@ def test_worker_when_killed_in_mid_epoch_then_the_others_train_all_examples_and_
     assert trainer.callback_metrics["world"] == WORLD - 1
     assert trainer.callback_metrics["shown"] == SHARE
     assert trainer.callback_metrics["seen"] == ROWS  # validation is shared out anew
+    assert (trainer.callback_metrics["early"] > SHARE) == (name == "shadowsync")  # in two epochs
     assert len([x for x in caplog.messages if "Worker 1 was ended by SIGKILL" in x and "The other 2 go on" in x]) == 1
     path = tmp_path / "saved" / "epoch=0.ckpt"
     first = read_checkpoint(path)["state_dict"]["rows.embedding_bags.t.weight"].flatten() * accumulated

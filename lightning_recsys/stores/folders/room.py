@@ -42,6 +42,14 @@ def free_bytes(folder: Path) -> int:
     return free
 
 
+def used_bytes(path: Path) -> int:
+    """Bytes of memory or disk that a file takes; 0 where it is not there."""
+    try:
+        return _BLOCK_BYTES * path.stat().st_blocks
+    except FileNotFoundError:
+        return 0
+
+
 def _left_by_control_groups() -> list[int]:
     """Bytes of memory that each control group with a limit still lets this process have.
 

@@ -158,7 +158,7 @@ class ServedDense(DensePart):
         self._restored = [Kept(*x) for x in zip(versions, kept.get("changes", [0.0] * len(versions)), strict=True)]
 
     def telemetry(self) -> dict[str, Any]:
-        """The staleness of all workers' pushes; see ``docs/async_ps.md`` for each name."""
+        """The staleness of all workers' pushes; see ``docs/settings/async_ps.md`` for each name."""
         return shares({STALENESS: self._staleness.of_all(STALENESS, self._observed())})
 
     def _observed(self) -> StalenessHistogram:

@@ -21,16 +21,14 @@ from pytorch_lightning.trainer.states import TrainerFn, TrainerStatus
 from torch import Tensor, nn
 from torch.distributed import ReduceOp
 from torch.distributed.constants import default_pg_timeout
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.optim import Optimizer
 
 from lightning_recsys.checkpoints import FolderCheckpointIO, StoredRows, StoredTensor, let_lightning_read_folders
 from lightning_recsys.compression import make_codec
 from lightning_recsys.launchers import ForkserverLauncher, ServerSpec
 from lightning_recsys.runtime import fork_between_threads
-from lightning_recsys.strategies.common.averaged_copies import (
-    AveragedCopies,
-    averaging_callbacks,
-)
+from lightning_recsys.strategies.common.averaged_copies import AveragedCopies, averaging_callbacks
 from lightning_recsys.strategies.common.own_values import OwnValues
 from lightning_recsys.strategies.common.refusals import (
     refuse_arguments,
@@ -42,7 +40,7 @@ from lightning_recsys.strategies.common.refusals import (
 )
 from lightning_recsys.strategies.common.run_changes import RunChanges
 from lightning_recsys.strategies.common.run_checkpoints import RunCheckpoints
-from lightning_recsys.strategies.common.run_servers import RunServers, check_endpoints
+from lightning_recsys.strategies.common.run_servers import RunServers, check_servers
 from lightning_recsys.strategies.common.schedules import (
     refuse_clocks,
     refuse_different_schedules,
@@ -53,7 +51,7 @@ from lightning_recsys.strategies.common.schedules import (
 from lightning_recsys.strategies.common.settings import require_kind, require_one_of, require_whole
 from lightning_recsys.strategies.common.stored_rows import dense_parameters, rows_left_out, stored_tensors
 from lightning_recsys.strategies.common.workers.meeting import ending_soon, join_on_loopback
-from lightning_recsys.strategies.common.workers.ranks import check_min_workers, check_started
+from lightning_recsys.strategies.common.workers.ranks import check_min_workers, check_started, take_placed
 from lightning_recsys.strategies.parts import DensePart, Rows
 
 if TYPE_CHECKING:  # importing this package is quick; stores and their kernels come with the first use
@@ -87,9 +85,9 @@ class RecsysStrategy(DDPStrategy):
             never does.
         compression: How embedding rows and their gradients travel between this process and servers: ``none`` as they
             are, ``bf16`` in half the bytes, rounded. Nothing travels, and nothing is rounded, through shared memory.
-        store_folder: Where the servers started here keep their files, in a folder of their own: a disk if tables are
-            larger than memory. Default: shared memory.
+        store_folder: Where servers started here keep files: a disk if tables exceed memory. Default: shared memory.
         max_restarts: How often each server that dies is started again before it ends the run, or its group.
+        server_metrics_port: Port of the metrics of the first server started here; others' are above. Default: none.
         timeout: How long a worker waits for others; by default 30 minutes, and a week where workers are free to fall
             behind.
         **kwargs: As for ``DDPStrategy``, except a start method. One that has its default counts as not given:
@@ -137,6 +135,7 @@ class RecsysStrategy(DDPStrategy):
         key_file: str | Path | None = None,
         store_folder: str | Path | None = None,
         max_restarts: int = 3,
+        server_metrics_port: int | None = None,
         timeout: timedelta | None = None,
         **kwargs: Any,
     ) -> None:
@@ -148,7 +147,7 @@ class RecsysStrategy(DDPStrategy):
         require_kind("timeout", timeout, timedelta, wanted, optional=True)
         require_one_of("transport", transport, get_args(Transport))
         make_codec(compression, "rows")
-        check_endpoints(servers, key_file)
+        check_servers(servers, key_file, server_metrics_port)
         if "dense" in vars(self):
             self.asynchronous, self.wraps_model = self.dense.asynchronous, self.dense.wraps_model
         else:
@@ -156,10 +155,8 @@ class RecsysStrategy(DDPStrategy):
         refuse_other_namespace(*kwargs.values())
         kwargs = without_defaults(kwargs)
         refuse_arguments(self, kwargs)
-        if timeout is None:
-            timeout = PATIENCE if self.asynchronous else default_pg_timeout
-        if kwargs.get("checkpoint_io") is None:
-            kwargs["checkpoint_io"] = FolderCheckpointIO()
+        timeout = timeout or (PATIENCE if self.asynchronous else default_pg_timeout)
+        kwargs["checkpoint_io"] = kwargs.get("checkpoint_io") or FolderCheckpointIO()
         super().__init__(start_method="forkserver", timeout=timeout, **kwargs)
         let_lightning_read_folders()
         self.num_threads = num_threads
@@ -169,6 +166,7 @@ class RecsysStrategy(DDPStrategy):
         self.key_file = key_file
         self.store_folder = store_folder
         self.max_restarts = max_restarts
+        self.server_metrics_port = server_metrics_port
         self.endpoints: dict[str, list[str]] = {}
         self.launches = False
         self.run_name = ""
@@ -235,7 +233,8 @@ class RecsysStrategy(DDPStrategy):
         self.dense.show()
 
     def set_world_ranks(self) -> None:
-        """Take as many processes as the dense part says, where it says so."""
+        """Take as many processes as an engine has started, or as the dense part says, where it says so."""
+        take_placed(self)
         self.dense.take_ranks()
         super().set_world_ranks()
 
@@ -380,6 +379,7 @@ class RecsysStrategy(DDPStrategy):
         """
         if torch.distributed.is_initialized() or (self.num_nodes == 1 and not self.launches):
             super().setup_distributed()
+            _set_pg_timeout(self.patience)  # an engine that has made the group does not know it
         elif self.num_nodes == 1:
             if (place := self.run_servers.meeting_place()) is not None:
                 from lightning_recsys.strategies.common.workers.process_group import use_meetings
@@ -480,7 +480,6 @@ class RecsysStrategy(DDPStrategy):
                 )
         for buffer in self._shared_buffers:
             dist.broadcast(buffer, 0)
-        self.rows.begin_batch(batch_idx)
         self.dense.begin_batch(batch_idx)
 
     def process_dataloader(self, dataloader: object) -> object:

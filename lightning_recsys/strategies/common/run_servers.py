@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
@@ -14,7 +15,9 @@ from uuid import uuid4
 from pytorch_lightning.trainer.states import TrainerFn
 
 from lightning_recsys.errors import RequestRefusedError, ServerUnreachableError
-from lightning_recsys.launchers import NodeServers, ServerSpec, Sidecars
+from lightning_recsys.launchers import EngineEnvironment, NodeServers, ServerSpec, Sidecars
+from lightning_recsys.monitoring import Monitored
+from lightning_recsys.strategies.common.settings import require_whole
 
 if TYPE_CHECKING:  # importing strategies is quick; stores and their kernels come with the first use
     import pytorch_lightning as pl
@@ -52,7 +55,8 @@ class RunServers:
     def beside_workers(self) -> Iterator[Sidecars]:
         """Servers for the workers that the main process of a single machine launches."""
         strategy = self._strategy
-        specs = strategy.server_specs() if strategy.servers is None and strategy.num_nodes == 1 else ()
+        starts = strategy.servers is None and strategy.num_nodes == 1
+        specs = self._with_metrics(strategy.server_specs()) if starts else ()
         strategy.run_name = uuid4().hex
         with Sidecars(specs, store_folder=strategy.store_folder, max_restarts=strategy.max_restarts) as sidecars:
             strategy.endpoints = sidecars.endpoints
@@ -70,7 +74,7 @@ class RunServers:
         elif specs and not strategy.endpoints:
             assert strategy.cluster_environment is not None
             self._started = NodeServers(
-                specs,
+                self._with_metrics(specs),
                 environment=strategy.cluster_environment,
                 num_nodes=strategy.num_nodes,
                 store_folder=strategy.store_folder,
@@ -78,6 +82,31 @@ class RunServers:
             )
             strategy.endpoints = self._started.start()
             self.checks.append(self._started.check)
+
+    def _with_metrics(self, specs: Sequence[ServerSpec]) -> list[ServerSpec]:
+        """Each server with a port for its metrics, where the strategy has one for the first."""
+        first = self._strategy.server_metrics_port
+        if first is None:
+            return list(specs)
+        return [
+            replace(spec, options={**spec.options, "metrics_port": first + number}) for number, spec in enumerate(specs)
+        ]
+
+    def monitored(self) -> list[Monitored]:
+        """Where this run's servers can be asked how they are doing: at their metrics, or as their clients ask."""
+        strategy = self._strategy
+        first = strategy.server_metrics_port
+        if strategy.servers is not None:  # each of them serves every kind
+            keys = None if strategy.key_file is None else os.path.abspath(strategy.key_file)
+            return [Monitored(f"server-{x}", endpoint, keys) for x, endpoint in enumerate(strategy.servers)]
+        found = []
+        for number, spec in enumerate(strategy.server_specs()):
+            endpoint = strategy.endpoints[spec.kind][spec.index]
+            if first is not None:
+                host = "127.0.0.1" if endpoint.startswith("ipc://") else endpoint[len("tcp://") :].rpartition(":")[0]
+                endpoint = f"http://{host}:{first + number}"
+            found.append(Monitored(str(spec), endpoint))
+        return found
 
     def meeting_place(self) -> MeetingPlace | None:
         """Where the workers of an asynchronous run that our launcher has started meet; ``None`` for any other run.
@@ -162,10 +191,12 @@ class RunServers:
         from lightning_recsys.parameter_server.lease import RunLease
         from lightning_recsys.strategies.common.run_identity import run_id, run_in_words
 
+        environment = strategy.cluster_environment
+        job = environment.job if isinstance(environment, EngineEnvironment) else None
         self._lease = RunLease(
             strategy.servers,
             keys=client_keys(strategy.key_file),
-            run=run_id(launched_by_others=not strategy.launches),
+            run=run_id(launched_by_others=not strategy.launches, job=job),
             holder=run_in_words(),
             cancelled=self.is_asked_to_end,
         )
@@ -206,8 +237,18 @@ class RunServers:
             self._lease = None
 
 
-def check_endpoints(servers: Sequence[str] | None, key_file: str | os.PathLike[str] | None) -> None:
+def check_servers(
+    servers: Sequence[str] | None, key_file: str | os.PathLike[str] | None, metrics_port: int | None
+) -> None:
     """Before workers start: each of them would say what is wrong with one endpoint at a time."""
+    if metrics_port is not None:
+        hint = "9100 is a usual choice; further servers have those above."
+        require_whole("server_metrics_port", metrics_port, hint=hint)
+        if servers is not None:
+            raise ValueError(
+                f"strategy.server_metrics_port={metrics_port} is for servers that are started here, and"
+                " strategy.servers are not: start them with --metrics-port."
+            )
     if servers is None and key_file is not None:
         raise ValueError(
             f"strategy.key_file={key_file} is for strategy.servers, of which there are none. Servers that are started"

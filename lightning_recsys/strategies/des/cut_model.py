@@ -308,7 +308,7 @@ def _search(name: str, module: nn.Module, found: dict[str, nn.Module]) -> None:
         owner = name.rpartition(".")[0] or "the model itself"
         raise TypeError(
             f"the collection {name!r} cannot be cut by field: {owner} does not say what becomes of its rows. Give its"
-            f" class a method partition(fields, group) (docs/des.md), {INSTEAD}."
+            f" class a method partition(fields, group) (docs/cut_by_fields.md), {INSTEAD}."
         )
     if not any(True for _ in _modules(module, EmbeddingBagCollection)):
         return
@@ -317,7 +317,8 @@ def _search(name: str, module: nn.Module, found: dict[str, nn.Module]) -> None:
         if "partition" not in vars(order[0]):
             raise TypeError(
                 f"{_describe(name, module)} has a forward of its own, but the partition of a class that it extends,"
-                f" which may not fit. Give it a method partition(fields, group) of its own (docs/des.md), {INSTEAD}."
+                f" which may not fit. Give it a method partition(fields, group) of its own (docs/cut_by_fields.md),"
+                f" {INSTEAD}."
             )
         found[name] = module
         return

@@ -163,6 +163,8 @@ def _walk(name: str, thing: Any) -> Iterator[tuple[str, Any]]:
 
 def _of_features(sparse: SparseFeatures) -> Iterator[tuple[str, int]]:
     """Of each feature's ids, bags and weights, whatever other features lie beside it."""
+    if not sparse.keys:
+        return
     bounds, lengths = sparse.feature_bounds(), sparse.bag_lengths().view(len(sparse.keys), -1)
     for i, key in enumerate(sparse.keys):
         own = slice(bounds[i], bounds[i + 1])

@@ -34,6 +34,7 @@ from lightning_recsys.strategies.common.base import RecsysStrategy
 from lightning_recsys.strategies.common.means import meet_buffers
 from lightning_recsys.strategies.common.samples import sample_features
 from lightning_recsys.strategies.common.settings import require_kind, require_one_of, require_paths, require_whole
+from lightning_recsys.strategies.common.workers.ranks import count_ranks
 from lightning_recsys.strategies.des.cut_model import INSTEAD, CutModel, NewRows, field_costs, partitionable
 from lightning_recsys.strategies.des.fingerprints import SameInputs, fingerprint
 
@@ -132,7 +133,7 @@ class DESStrategy(RecsysStrategy):
         Raises:
             ValueError: the processes do not make up equal groups.
         """
-        processes = self.num_nodes * self.num_processes
+        processes = count_ranks(self)
         size, rest = divmod(processes, self.num_replicas)
         if rest or not size:
             raise ValueError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lightning_recsys.placement.cluster_layout import check_on_one_node
 from lightning_recsys.strategies.common.settings import require_whole
 
 
@@ -16,7 +17,8 @@ class Groups:
         trainers_per_group: Number of trainers that train one group's replica.
         nets_per_trainer: Ranks of a trainer, which is on one node.
         servers_per_group: Group servers, over which a replica is cut.
-        num_nodes: Machines; each runs as many ranks as the others.
+        num_nodes: Machines; each runs as many ranks as the others, unless ``nodes`` says otherwise.
+        nodes: The node of each rank, where an engine has placed them.
 
     Raises:
         ValueError: a number is below 1, or nodes cannot have equally many trainers.
@@ -31,12 +33,15 @@ class Groups:
     nets_per_trainer: int
     servers_per_group: int
     num_nodes: int = 1
+    nodes: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         for name in ("num_groups", "trainers_per_group", "nets_per_trainer", "servers_per_group"):
             require_whole(name, getattr(self, name))
         num_trainers = self.num_groups * self.trainers_per_group
-        if num_trainers % self.num_nodes:
+        if self.nodes is not None:
+            check_on_one_node(self.nodes, self.nets_per_trainer, what="nets of a trainer share the memory")
+        elif num_trainers % self.num_nodes:
             raise ValueError(
                 f"strategy.num_groups={self.num_groups} of strategy.trainers_per_group={self.trainers_per_group} are"
                 f" {num_trainers} trainers, which is no multiple of the {self.num_nodes} nodes: nodes run equally many"
@@ -76,7 +81,8 @@ class Groups:
 
     def node_of(self, group: int) -> int:
         """The node of a group's first rank, where its servers run: parts are code, and go no further than a file."""
-        return self.leaders[group] // self.ranks_per_node
+        leader = self.leaders[group]
+        return leader // self.ranks_per_node if self.nodes is None else self.nodes[leader]
 
     def servers_of(self, group: int) -> tuple[int, ...]:
         """The numbers of a group's servers among all group servers."""

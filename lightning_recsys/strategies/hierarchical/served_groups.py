@@ -23,7 +23,7 @@ from lightning_recsys.strategies.common.settings import (
     require_one_of,
     require_whole,
 )
-from lightning_recsys.strategies.common.workers.ranks import check_ranks, take_ranks
+from lightning_recsys.strategies.common.workers.ranks import check_ranks, placed_ranks, take_ranks
 from lightning_recsys.strategies.hierarchical.bringing import Planned, plan_ahead
 from lightning_recsys.strategies.hierarchical.cut.eight_bit import FCForward
 from lightning_recsys.strategies.hierarchical.groups import Groups
@@ -178,7 +178,7 @@ class ServedGroups(DensePart):
     def groups(self) -> Groups:
         """Which rank and which server belong to which group; known once a ``Trainer`` has the strategy."""
         sizes = self.num_groups, self.trainers_per_group, self.nets_per_trainer, self.servers_per_group
-        return Groups(*sizes, num_nodes=self.strategy.num_nodes)
+        return Groups(*sizes, num_nodes=self.strategy.num_nodes, nodes=placed_ranks(self.strategy))
 
     @property
     def has_center(self) -> bool:
@@ -192,7 +192,8 @@ class ServedGroups(DensePart):
 
     def take_ranks(self) -> None:
         """Take as many processes as the groups need."""
-        needed = self.groups.ranks_per_node
+        groups = self.groups
+        needed = groups.ranks_per_node if groups.nodes is None else groups.world_size
         settings = (
             f"strategy.num_groups={self.num_groups} with strategy.trainers_per_group={self.trainers_per_group} and"
             f" strategy.nets_per_trainer={self.nets_per_trainer}"
@@ -350,7 +351,7 @@ class ServedGroups(DensePart):
     # --- Telemetry and the end ---------------------------------------------------------------------------------------
 
     def telemetry(self) -> dict[str, Any]:
-        """Staleness within the group, and rounds between groups; see ``docs/hierarchical.md`` for each name."""
+        """Staleness within the group and rounds between groups; see ``docs/settings/hierarchical.md`` for each name."""
         return {} if self._run is None else self._run.telemetry()
 
     def stop(self) -> None:

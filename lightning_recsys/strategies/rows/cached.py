@@ -7,9 +7,9 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
+import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
-from lightning_fabric.utilities.data import _auto_add_worker_init_fn
 from torch import Tensor
 
 from lightning_recsys.embeddings import EmbeddingBagCollection
@@ -18,13 +18,12 @@ from lightning_recsys.optim.accumulating import check_additive
 from lightning_recsys.placement import PlacementPlan
 from lightning_recsys.row_cache.backend import CachedBackend
 from lightning_recsys.row_cache.index import CachePolicy
-from lightning_recsys.row_cache.look_ahead import LookAhead, peekable
 from lightning_recsys.row_cache.owners import sum_at_owners
 from lightning_recsys.row_cache.shared_index import SharedIndex
 from lightning_recsys.stores.interfaces import Stores
+from lightning_recsys.strategies.common.look_ahead import LookAhead
 from lightning_recsys.strategies.common.settings import (
     refuse_meaningless,
-    require_kind,
     require_number,
     require_one_of,
     require_whole,
@@ -128,7 +127,7 @@ class CachedRows(ServedRows):
                 f" only identity goes with them, got {normalization}. Choose rows=plain."
             )
         require_one_of("algorithm", algorithm, get_args(CachedAlgorithm))
-        super().__init__(**kwargs)
+        super().__init__(prefetch=prefetch, **kwargs)
         require_one_of("policy", policy, get_args(CachePolicy))
         require_whole("cache_rows", cache_rows, optional=True)
         require_number("cache_fraction", cache_fraction, optional=True)
@@ -163,7 +162,6 @@ class CachedRows(ServedRows):
         self.clock: ClockName = clock if max_missed_updates is None else "sum"
         require_whole("lookahead_batches", lookahead_batches, at_least=0, hint="0 looks at none.")
         require_whole("lookahead_bytes", lookahead_bytes)
-        require_kind("prefetch", prefetch, bool, "true or false")
         if algorithm == "hybrid":
             of_the_cache = {
                 "cache_rows": cache_rows,
@@ -176,13 +174,11 @@ class CachedRows(ServedRows):
                 "lookahead_bytes": lookahead_bytes,
             }
             refuse_meaningless(CachedRows, of_the_cache, "with strategy.algorithm=hybrid, which has no cache")
-        self.prefetch = prefetch
         self.lookahead_batches = lookahead_batches
         self.lookahead_bytes = lookahead_bytes
 
     def _reset(self) -> None:
         super()._reset()
-        self._ahead: LookAhead | None = None  # while it trains and looks at coming batches
         self._indexes: dict[object, SharedIndex] = {}  # of caches of the same ids, by what says that they are
         self._num_steps = 0.0  # of a worker in the whole run, as it begins; infinity or less than 1: nobody knows
 
@@ -281,19 +277,12 @@ class CachedRows(ServedRows):
         assert self.cache_fraction is not None
         return math.ceil(self.cache_fraction * num_rows)
 
-    def look_at(self, loader: object) -> object:
-        """Make the training loader one whose coming batches can be seen."""
-        if not (self._peeks and self.strategy.task.trainer.training):
-            return loader
-        _auto_add_worker_init_fn(loader, self.strategy.global_rank)  # which Lightning does to what this returns
-        return peekable(loader)
-
     @property
     def _prefetches(self) -> bool:
         return self.prefetch and self.algorithm == "het" and self._looks_ahead and not self.in_step
 
     @property
-    def _peeks(self) -> bool:
+    def peeks(self) -> bool:  # noqa: D102 - inherited
         return self._prefetches or (self.lookahead_batches > 0 and self.algorithm == "het" and self._looks_ahead)
 
     # --- Training ----------------------------------------------------------------------------------------------------
@@ -305,18 +294,19 @@ class CachedRows(ServedRows):
 
     def begin(self) -> None:
         """Begin to look ahead, and bound the copies by what is good in a run of so many steps."""
+        super().begin()
         trainer = self.strategy.task.trainer
-        if self._peeks and self.tables is not None:
-            pairs = [(x, x.embedding_bags) for x in self.tables.collections.values()]
-            far = [x for x, backend in pairs if isinstance(backend, CachedBackend) and backend.asks_servers]
-            window = {"num_batches": self.lookahead_batches, "num_bytes": self.lookahead_bytes}
-            self._ahead = LookAhead(trainer, far, prefetch=self._prefetches, **window)
         if self.algorithm == "het" and self.strategy.world_size > 1:
             steps = self._num_steps
             if self._follows_length:
                 self._follow_length(steps)
             elif self.max_missed_updates is None and not trainer.fast_dev_run:  # type: ignore[attr-defined]  # set by a connector
                 self._warn_of_short_run(steps - trainer.global_step)
+
+    def look_ahead(self, trainer: pl.Trainer, collections: Sequence[EmbeddingBagCollection]) -> LookAhead:
+        """What tells collections of their coming batches, and of those behind the next."""
+        window = {"num_batches": self.lookahead_batches, "num_bytes": self.lookahead_bytes}
+        return LookAhead(trainer, collections, prefetch=self._prefetches, **window)
 
     def _follow_length(self, steps: float) -> None:
         """Bound the copies by what is good in a run of so many steps a worker; no batch has been looked up yet."""
@@ -326,8 +316,8 @@ class CachedRows(ServedRows):
                 backend.staleness = self.staleness
         if self.strategy.is_global_zero and self.staleness != LONG_RUN_STALENESS:
             log.info(
-                "strategy.staleness=auto is %d: each of %d workers has %d steps in this run, and copies of a row are to"
-                " meet five times for each worker, as far as a bound of 1 lets them. From %d steps on it is %d.",
+                "strategy.staleness=auto is %d: each of %d workers has %d steps in this run. With a smaller value"
+                " the copies of a row meet more often, and a short run needs that. From %d steps on it is %d.",
                 self.staleness,
                 self.strategy.world_size,
                 steps,
@@ -344,11 +334,6 @@ class CachedRows(ServedRows):
                 self.staleness,
                 steps,
             )
-
-    def begin_batch(self, batch_idx: int) -> None:
-        """Let the lookups of this batch be followed by word of those to come."""
-        if self._ahead is not None:
-            self._ahead.begin_batch(batch_idx)
 
     def step(self, *, waited: bool) -> None:
         """Make one update of each row with all workers' gradients, where workers go in step.
@@ -379,19 +364,13 @@ class CachedRows(ServedRows):
             self.strategy.barrier("every update of this step is in the stores")
 
     def telemetry(self) -> dict[str, Any]:
-        """Cache and clocks of this process so far; see ``docs/het.md`` for each name."""
+        """Cache and clocks of this process so far; see ``docs/settings/het.md`` for each name."""
         backends = [x.embedding_bags for x in self.collections.values()]
         cache = _merged([x.telemetry() for x in backends if isinstance(x, CachedBackend)])
         if not cache:
             return {}
         cache["cache/eviction_rate"] = cache["cache/evictions"] / max(cache["cache/reads"], 1)
         return _lag_shares(cache.pop("cache/clock_lag")) | cache
-
-    def stop(self) -> None:
-        """Look ahead no more; then all that the base class does."""
-        if self._ahead is not None:
-            self._ahead.close()
-        super().stop()
 
 
 def _merged(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:

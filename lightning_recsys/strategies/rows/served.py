@@ -7,7 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, get_args
 
+import pytorch_lightning as pl
 import torch
+from lightning_fabric.utilities.data import _auto_add_worker_init_fn
 from pytorch_lightning.trainer.states import TrainerFn
 
 from lightning_recsys.embeddings import EmbeddingBagCollection, TableBackend
@@ -18,6 +20,7 @@ from lightning_recsys.stores.backend import StoreBackend
 from lightning_recsys.stores.dynamic.rows import DynamicRows
 from lightning_recsys.stores.interfaces import Stores
 from lightning_recsys.stores.plain import optimizer_to_plain
+from lightning_recsys.strategies.common.look_ahead import LookAhead, peekable
 from lightning_recsys.strategies.common.samples import sample_features
 from lightning_recsys.strategies.common.settings import require_kind, require_one_of, require_paths, require_whole
 from lightning_recsys.strategies.parts import Rows
@@ -25,6 +28,8 @@ from lightning_recsys.strategies.rows.tables import ServedTables, plan_placement
 from lightning_recsys.sync import StalenessNormalization
 
 EMBEDDING = "embedding"  # the kind of the servers that have the rows
+
+EARLY = "comm/early_lookups"
 
 ROW_STATE = "rows_of_plain_modules"  # in a checkpoint: the state of their optimizer, by path
 
@@ -48,6 +53,9 @@ class ServedRows(Rows):
         dynamic_rows: For collections made with ``device="meta"``: make their rows when they are first trained, so that
             tables may have any number of ids. Default: all rows are there from the start.
         num_embedding_servers: Number of servers for embedding rows, over which tables are spread.
+        prefetch: Ask for the next batch's rows while the present one is trained, and its gradients go out: both
+            directions of a link are then in use at once. They lack this worker's own last update, one step of staleness
+            more. Rows in shared memory do not travel, and are read as ever.
 
     Attributes:
         normalization: What stale gradients of rows count; ``None`` where rows have no versions.
@@ -70,8 +78,10 @@ class ServedRows(Rows):
         row_optimizer: RowOptimizer | None = None,
         dynamic_rows: DynamicRows | None = None,
         num_embedding_servers: int = 1,
+        prefetch: bool = False,
     ) -> None:
         super().__init__()
+        require_kind("prefetch", prefetch, bool, "true or false")
         require_one_of("table_placement", table_placement, get_args(PlacementMethod))
         require_whole("min_rows", min_rows, optional=True)
         require_whole("num_embedding_servers", num_embedding_servers)
@@ -85,12 +95,14 @@ class ServedRows(Rows):
         self.row_optimizer = row_optimizer
         self.dynamic_rows = dynamic_rows
         self.num_embedding_servers = num_embedding_servers
+        self.prefetch = prefetch
         self.plan: PlacementPlan | None = None
 
     def _reset(self) -> None:
         super()._reset()
         self.tables: ServedTables | None = None
         self._row_state: Mapping[str, Mapping[str, Any]] | None = None  # of a checkpoint, until its rows are bound
+        self._ahead: LookAhead | None = None  # while it trains and looks at coming batches
 
     def servers(self) -> list[ServerSpec]:  # noqa: D102 - inherited
         return [ServerSpec(EMBEDDING, index) for index in range(self.num_embedding_servers)]
@@ -156,6 +168,11 @@ class ServedRows(Rows):
         # Who only evaluates has the rows of plain modules.
         self.tables = tables = ServedTables(self.strategy.task, **chosen)
         self._refuse_needless_dynamic_rows(tables)
+        if fits and self.strategy.is_global_zero and not tables.collections and not tables.substitution.collections:
+            log.warning(
+                "the model has no embedding tables, so servers keep no rows. strategy=single or strategy=ddp trains it "
+                "with less."
+            )
         self.plan = None
         self._bring(tables.collections)
 
@@ -243,6 +260,29 @@ class ServedRows(Rows):
 
     # --- While it trains ---------------------------------------------------------------------------------------------
 
+    @property
+    def peeks(self) -> bool:
+        """Whether it looks at batches to come."""
+        return self.prefetch
+
+    def look_at(self, loader: object) -> object:
+        """Make the training loader one whose coming batches can be seen."""
+        if not (self.peeks and self.strategy.task.trainer.training):
+            return loader
+        _auto_add_worker_init_fn(loader, self.strategy.global_rank)  # which Lightning does to what this returns
+        return peekable(loader)
+
+    def begin(self) -> None:
+        """Begin to look ahead."""
+        if self.peeks and self.tables is not None:
+            pairs = [(x, x.embedding_bags) for x in self.tables.collections.values()]
+            far = [x for x, backend in pairs if isinstance(backend, StoreBackend) and backend.asks_servers]
+            self._ahead = self.look_ahead(self.strategy.task.trainer, far)
+
+    def look_ahead(self, trainer: pl.Trainer, collections: Sequence[EmbeddingBagCollection]) -> LookAhead:
+        """What tells collections of their coming batches."""
+        return LookAhead(trainer, collections)
+
     def settle(self) -> None:
         """Return when every update of this worker's is on the servers."""
         if self.tables is not None:
@@ -270,8 +310,17 @@ class ServedRows(Rows):
                 " strategy served these modules by the same rules, and is more than weights."
             )
 
+    def telemetry(self) -> dict[str, Any]:
+        """The lookups of this process so far whose rows had been asked for one batch early."""
+        if not self.prefetch:
+            return {}
+        backends = [x.embedding_bags for x in self.collections.values()]
+        return {EARLY: float(sum(x.num_early_lookups for x in backends if isinstance(x, StoreBackend)))}
+
     def stop(self) -> None:
-        """Give the model its own rows again, the trained ones if the run succeeded."""
+        """Give the model its own rows again, the trained ones if the run succeeded; look ahead no more."""
+        if self._ahead is not None:
+            self._ahead.close()
         if self.tables is not None:
             self.tables.release(copy_rows=self.strategy.succeeded)
         super().stop()

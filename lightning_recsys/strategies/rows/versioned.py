@@ -49,6 +49,7 @@ class VersionedRows(ServedRows):
 
     def begin(self) -> None:
         """Bring what a checkpoint had of versions to the servers."""
+        super().begin()
         row_tags.write_shares(self.collections, self.normalization, self._restored)
         self._restored = []
 
@@ -94,5 +95,5 @@ class VersionedRows(ServedRows):
         self._staleness.meet({STALENESS: self.observed}, device=self.strategy.root_device)
 
     def telemetry(self) -> dict[str, Any]:
-        """The staleness of all workers' pushes of rows; see ``docs/async_ps.md`` for each name."""
-        return shares({STALENESS: self._staleness.of_all(STALENESS, self.observed)})
+        """The staleness of all workers' pushes of rows; see ``docs/settings/async_ps.md`` for each name."""
+        return super().telemetry() | shares({STALENESS: self._staleness.of_all(STALENESS, self.observed)})

@@ -25,7 +25,7 @@ from lightning_recsys.strategies.common.settings import (
     require_one_of,
     require_whole,
 )
-from lightning_recsys.strategies.common.workers.ranks import check_ranks, take_ranks
+from lightning_recsys.strategies.common.workers.ranks import check_ranks, count_ranks, placed_ranks, take_ranks
 from lightning_recsys.strategies.parts import DensePart
 from lightning_recsys.strategies.replicas.drivers import Driver, ForegroundHook, ShadowThread
 from lightning_recsys.strategies.replicas.rounds import (
@@ -162,14 +162,16 @@ class Replicas(DensePart):
         """
         num_trainers = self.num_trainers
         if num_trainers is None:
-            ranks = self.strategy.num_nodes * self.strategy.num_processes
+            ranks = count_ranks(self.strategy)
             num_trainers, rest = divmod(ranks, self.workers_per_trainer)
             if rest or not num_trainers:
                 raise ValueError(
                     f"{ranks} ranks are no whole number of trainers with strategy.workers_per_trainer="
                     f"{self.workers_per_trainer}. Set strategy.num_trainers, and leave trainer.devices out."
                 )
-        return ClusterLayout(num_trainers, self.workers_per_trainer, self.strategy.num_nodes)
+        return ClusterLayout(
+            num_trainers, self.workers_per_trainer, self.strategy.num_nodes, placed_ranks(self.strategy)
+        )
 
     def take_ranks(self) -> None:
         """Take as many processes as the trainers need.
@@ -183,7 +185,8 @@ class Replicas(DensePart):
         settings = (
             f"strategy.num_trainers={layout.num_trainers} with strategy.workers_per_trainer={self.workers_per_trainer}"
         )
-        check_ranks(strategy, layout.ranks_per_node, settings=settings, what="trainers")
+        needed = layout.ranks_per_node if layout.nodes is None else layout.world_size
+        check_ranks(strategy, needed, settings=settings, what="trainers")
 
     def servers(self) -> list[ServerSpec]:
         """Sync servers, where the algorithm has a centre."""
@@ -392,7 +395,7 @@ class Replicas(DensePart):
     # --- Telemetry and the end ---------------------------------------------------------------------------------------
 
     def telemetry(self) -> dict[str, Any]:
-        """Synchronisation and staleness of this process so far; see ``docs/shadowsync.md`` for each name."""
+        """Synchronisation and staleness of this process so far; see ``docs/settings/shadowsync.md`` for each name."""
         return {} if self._run is None else self._run.telemetry()
 
     @property

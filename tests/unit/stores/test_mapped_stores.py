@@ -133,9 +133,10 @@ def test_names_when_open_or_not_there_then_errors_say_what_is_there(stores, tmp_
     stores.create_embedding_store("model.tables", LAYOUT, RowSGD(), seed=0)
     stores.create_dense_store("center", torch.zeros(1))
     status = stores.status()
-    free, place = (status.pop(name) for name in ("free_bytes", "place"))
+    free, place, used = (status.pop(name) for name in ("free_bytes", "place", "used_bytes"))
     assert status == {"stores": 2, "rows": 10, "live_rows": 10, "bytes": 10 * (16 + 4) + 8 + 4 + 16}
     assert 0 < free <= shutil.disk_usage(tmp_path).free + 2**30, "others write as well"
+    assert used >= status["bytes"]
     assert MappedStores(tmp_path.parent).status()["place"] == place
     with pytest.raises(KeyError, match=r"no embedding store 'center' in .*\['model.tables'\]"):
         stores.embedding_store("center")

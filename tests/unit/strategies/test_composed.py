@@ -190,7 +190,7 @@ def test_normalization_when_rows_are_cached_then_is_that_of_the_dense_part_alone
 def test_cached_rows_when_workers_run_free_then_look_at_no_batch_ahead_and_count_in_full():
     free, averaged = compose(dense="easgd", rows="cached"), compose(dense="ddp", rows="cached")
     free.rows.strategy = free
-    assert (free.rows._prefetches, free.rows._peeks) == (False, False)
-    assert (averaged.rows._prefetches, averaged.rows._peeks) == (True, True)
+    assert (free.rows._prefetches, free.rows.peeks) == (False, False)
+    assert (averaged.rows._prefetches, averaged.rows.peeks) == (True, True)
     assert free.pace.row_scale(4) == 1.0
     assert averaged.pace.row_scale(4) == 0.25

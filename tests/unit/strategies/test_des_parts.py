@@ -247,6 +247,13 @@ def test_batches_when_processes_read_different_fields_then_are_known_to_be_the_s
     assert differing({"x": torch.zeros(1)}, {}) == ["batch['x']"]
 
 
+def test_batches_when_they_have_numbers_alone_then_these_are_compared():
+    none = SparseFeatures((), torch.zeros(0, dtype=torch.long))
+    batch = Batch(torch.rand(2, 3), none, torch.ones(2))
+    assert differing(batch, batch) == []
+    assert differing(batch, Batch(batch.dense + 1, none, batch.labels)) == ["batch.dense"]
+
+
 @pytest.mark.parametrize("layout", ["coo", "csr", "csc", "nested", "jagged"])
 @pytest.mark.filterwarnings("ignore:.*(Sparse CSR|Sparse CSC|nested tensors)")
 def test_batches_when_a_tensor_is_sparse_or_nested_then_its_numbers_count(layout):

@@ -119,7 +119,7 @@ def test_workers_when_of_an_algorithm_then_wait_peek_and_scale_accordingly(
 ):
     strategy = make_trainer(HETStrategy(**arguments), devices=devices).strategy
     rows = strategy.rows
-    assert (rows.in_step, rows._prefetches, rows._peeks) == (in_step, prefetches, peeks)
+    assert (rows.in_step, rows._prefetches, rows.peeks) == (in_step, prefetches, peeks)
     assert strategy.gradient_scale == scale
     assert not strategy.asynchronous
     assert len(strategy.server_specs()) == 1

@@ -44,7 +44,11 @@ ALL = (
         (HETStrategy, {"device_ids": [0]}, r"HETStrategy has no argument device_ids"),
         (ShadowSyncStrategy, {"trainers": 2}, r"has no argument trainers\. Did you mean num_trainers\?"),
         (HierarchicalStrategy, {"time_out": None}, r"has no argument time_out\. Did you mean timeout\?"),
-        (ForkserverDDPStrategy, {"xyzzy": 1}, r"has no argument xyzzy\. It has .*max_restarts, num_threads, servers"),
+        (
+            ForkserverDDPStrategy,
+            {"xyzzy": 1},
+            r"has no argument xyzzy\. It has .*max_restarts, num_threads, server_metrics_port, servers",
+        ),
         (AsyncParameterServerStrategy, {"static_graph": True}, r"does not use .* no use for \['static_graph'\]"),
         (AsyncParameterServerStrategy, {"normalization": None}, r"normalization must be a rule's name .*, got None"),
         (ShadowSyncStrategy, {"row_optimizer": "adam"}, r"row_optimizer must be a row optimizer, such as .*'adam'"),
@@ -89,17 +93,20 @@ def test_number_when_it_is_none_then_refused_by_name(kind, arguments, message):
 
 
 def test_arguments_when_right_then_taken():
-    HETStrategy(
+    het = HETStrategy(
         timeout=timedelta(seconds=5),
         bucket_cap_mb=1,
         process_group_backend="gloo",
         embeddings=("a", "b.c"),
         row_optimizer=RowAdagrad(lr=0.1),
     )
-    HETStrategy(algorithm="hybrid", staleness=0, lookahead_batches=0, prefetch=False)  # which is what it does
-    ShadowSyncStrategy(rounds="foreground", gap=10, timeout=None)
-    ShadowSyncStrategy(algorithm=BMUF(alpha=0.5), interval=1)
-    HierarchicalStrategy(num_groups=2, num_sync_servers=2, compression={"gradients": "topk"}, top_k_fraction=0.2)
+    assert (het.rows.row_optimizer.lr, het._timeout, het._ddp_kwargs["bucket_cap_mb"]) == (0.1, timedelta(seconds=5), 1)
+    hybrid = HETStrategy(algorithm="hybrid", staleness=0, lookahead_batches=0, prefetch=False)  # which is what it does
+    assert (hybrid.rows.algorithm, hybrid.rows.prefetch) == ("hybrid", False)
+    assert ShadowSyncStrategy(rounds="foreground", gap=10, timeout=None).dense.gap == 10
+    assert ShadowSyncStrategy(algorithm=BMUF(alpha=0.5), interval=1).dense.algorithm.alpha == 0.5
+    cut = HierarchicalStrategy(num_groups=2, num_sync_servers=2, compression={"gradients": "topk"}, top_k_fraction=0.2)
+    assert (cut.dense.num_groups, cut.dense.num_sync_servers) == (2, 2)
 
 
 @pytest.mark.parametrize("kind", ALL)

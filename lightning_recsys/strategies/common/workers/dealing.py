@@ -11,6 +11,7 @@ from pytorch_lightning.callbacks import GradientAccumulationScheduler, ModelChec
 
 from lightning_recsys.data import BatchLoader
 from lightning_recsys.parameter_server.meetings import MeetingPlace, ShareDealer
+from lightning_recsys.strategies.common.look_ahead import unwrapped
 from lightning_recsys.strategies.common.run_changes import RunChanges
 
 
@@ -38,7 +39,7 @@ def deal_shares(
     if combined is None or fetcher is None or len(combined.flattened) != 1:
         return None
     (loader,) = combined.flattened
-    if not isinstance(loader, BatchLoader) or not _trains_whole_epochs(trainer):
+    if not isinstance(unwrapped(loader), BatchLoader) or not _trains_whole_epochs(trainer):
         return None
     living = dist.get_world_size()  # the loader was made when these, or more, shared the rows
     if not (loader.num_shares == place.size or max(living, 2) <= loader.num_shares < place.size):

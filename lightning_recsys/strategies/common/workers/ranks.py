@@ -6,10 +6,31 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lightning_recsys.launchers import Started, started_processes
+from lightning_recsys.launchers import EngineEnvironment, Started, started_processes
 
 if TYPE_CHECKING:
     from lightning_recsys.strategies.common.base import RecsysStrategy
+
+
+def placed_ranks(strategy: RecsysStrategy) -> tuple[int, ...] | None:
+    """The node of each rank, where an engine has placed them; ``None`` where all nodes run equally many."""
+    environment = strategy.cluster_environment
+    return environment.node_of_ranks() if isinstance(environment, EngineEnvironment) else None
+
+
+def count_ranks(strategy: RecsysStrategy) -> int:
+    """Ranks of all nodes, once a ``Trainer`` has the strategy."""
+    placed = placed_ranks(strategy)
+    return strategy.num_nodes * strategy.num_processes if placed is None else len(placed)
+
+
+def take_placed(strategy: RecsysStrategy) -> None:
+    """Have the nodes and processes that an engine has placed; on CPUs, whatever ``trainer.devices`` says."""
+    environment = strategy.cluster_environment
+    if isinstance(environment, EngineEnvironment):
+        strategy.num_nodes = environment.num_nodes
+        if all(device.type == "cpu" for device in strategy.parallel_devices or []):
+            strategy.parallel_devices = [torch.device("cpu")] * environment.num_local_ranks
 
 
 def take_ranks(strategy: RecsysStrategy, wanted: int) -> None:
@@ -25,7 +46,7 @@ def take_ranks(strategy: RecsysStrategy, wanted: int) -> None:
     devices = strategy.parallel_devices or []
     if any(device.type != "cpu" for device in devices):
         raise ValueError(f"{type(strategy).__name__} trains in memory, on CPUs: set trainer.accelerator=cpu.")
-    if len(devices) == 1:  # also what Lightning makes of devices="auto" on a CPU
+    if len(devices) == 1 and placed_ranks(strategy) is None:  # also what Lightning makes of devices="auto" on a CPU
         started = _started(strategy)
         strategy.parallel_devices = [torch.device("cpu")] * (started.devices if started else wanted)
 
@@ -35,13 +56,20 @@ def check_ranks(strategy: RecsysStrategy, needed: int, *, settings: str, what: s
 
     Args:
         strategy: The strategy, after :func:`take_ranks`.
-        needed: Number of processes that each node needs.
+        needed: Number of processes that each node needs; where an engine has placed them, in all.
         settings: The settings that need them, in words for the message.
         what: What the settings give numbers of, for the message.
 
     Raises:
         ValueError: a node has more or fewer processes than the settings need.
     """
+    if (placed := placed_ranks(strategy)) is not None:
+        if len(placed) != needed:
+            raise ValueError(
+                f"{settings} needs {needed} processes, and {len(placed)} were started. Start as many (num_workers of"
+                f" Ray's ScalingConfig), or change the number of {what}."
+            )
+        return
     started = _started(strategy)
     have = started.devices if started else strategy.num_processes
     if have != needed:
@@ -61,6 +89,8 @@ def check_started(strategy: RecsysStrategy) -> None:
     Raises:
         ValueError: somebody has started more or fewer, or spread them otherwise over the nodes.
     """
+    if placed_ranks(strategy) is not None:
+        return
     nodes, devices, started = strategy.num_nodes, strategy.num_processes, _started(strategy)
     if strategy.world_size != nodes * devices or (started is not None and started.devices != devices):
         told = started.variables if started else f"{strategy.world_size} processes were started"
@@ -84,7 +114,7 @@ def check_min_workers(strategy: RecsysStrategy) -> None:
     Raises:
         ValueError: ``min_workers`` is above the number of workers.
     """
-    if strategy.min_workers > (workers := strategy.num_nodes * strategy.num_processes):
+    if strategy.min_workers > (workers := count_ranks(strategy)):
         raise ValueError(
             f"strategy.min_workers={strategy.min_workers}, and the run has {workers} workers (trainer.devices times"
             f" trainer.num_nodes). Choose at most {workers}, by which none may die."

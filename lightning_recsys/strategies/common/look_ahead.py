@@ -108,6 +108,11 @@ def peekable(loader: Any) -> PeekableLoader:
     return (StatefulPeekableLoader if isinstance(loader, _Stateful) else PeekableLoader)(loader)
 
 
+def unwrapped(loader: Any) -> Any:
+    """The loader itself, whether or not it can tell what comes next."""
+    return loader._loader if isinstance(loader, PeekableLoader) else loader
+
+
 class _Batches:
     """One iteration over a loader.
 
@@ -254,7 +259,8 @@ class LookAhead:
         self._looked_up: set[EmbeddingBagCollection] = set()  # what it needs of the present batch
         self._blind: set[EmbeddingBagCollection] = set()  # could not be told of a batch of this epoch
         self._num_ids = 0  # of all batches that collections were told of and have not looked up
-        self._batch_idx = -1  # of the present batch; -1 before the first one
+        self._num_begun = -1  # batches of the run, up to the present one; -1 before the first one
+        self._batch_idx = -1  # of the present batch in its epoch
         # No hook changes batches between the loader and the model, so what the loader gives is what is looked up.
         owners = (trainer.lightning_module, trainer.datamodule)  # type: ignore[attr-defined]  # set by a connector
         self._sees_batches = not any(
@@ -264,20 +270,6 @@ class LookAhead:
             if owner is not None
         )
 
-    def begin_batch(self, batch_idx: int) -> None:
-        """A training batch begins: each collection is to hear of those after it."""
-        another_epoch = batch_idx != self._batch_idx + 1
-        if another_epoch:
-            self._blind.clear()
-            self._num_ids = 0
-        for coming in self._coming.values():
-            if another_epoch:
-                coming.clear()
-            elif coming:
-                self._num_ids -= coming.popleft().values.numel()
-        self._batch_idx = batch_idx
-        self._looked_up.clear()
-
     def close(self) -> None:
         """Announce nothing more."""
         for hook in self._hooks:
@@ -285,9 +277,11 @@ class LookAhead:
         self._hooks = []
 
     def _after_lookup(self, collection: EmbeddingBagCollection, pooled_BFD: Tensor) -> None:
-        if collection not in self._coming:  # of a copy of the model
+        # A copy of the model has other collections; lookups of an evaluation have no gradients.
+        if collection not in self._coming or not pooled_BFD.requires_grad:
             return
-        if not pooled_BFD.requires_grad or collection in self._looked_up:  # an evaluation, or not the first lookup
+        self._follow_batches()
+        if collection in self._looked_up:
             return
         self._looked_up.add(collection)
         if self._trainer.is_last_batch or not self._sees_batches:
@@ -309,6 +303,24 @@ class LookAhead:
         if self._prefetch and coming:
             with suppress(IndexError, KeyError, ValueError):
                 collection.prefetch(coming[0])
+
+    def _follow_batches(self) -> None:
+        """Where this is the first lookup of a batch, what was foretold of it has come; an epoch begins anew."""
+        progress = self._trainer.fit_loop.epoch_loop.batch_progress
+        if progress.total.ready == self._num_begun:
+            return
+        goes_on = progress.total.ready == self._num_begun + 1 and progress.current.ready > 1
+        if not goes_on:
+            self._blind.clear()
+            self._num_ids = 0
+        for coming in self._coming.values():
+            if not goes_on:
+                coming.clear()
+            elif coming:
+                self._num_ids -= coming.popleft().values.numel()
+        self._num_begun = progress.total.ready
+        self._batch_idx = progress.current.ready - 1
+        self._looked_up.clear()
 
     def _is_far_enough(self, coming: deque[SparseFeatures], loaders: list[PeekableLoader]) -> bool:
         if not coming:

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from lightning_recsys.data.loader import BatchLoader
 from lightning_recsys.embeddings import EmbeddingBagCollection, EmbeddingBagConfig, SparseFeatures
 from lightning_recsys.embeddings.sparse_features import find
-from lightning_recsys.row_cache.look_ahead import BYTES_PER_ID, LookAhead, PeekableLoader, copy_batch, peekable
+from lightning_recsys.strategies.common.look_ahead import BYTES_PER_ID, LookAhead, PeekableLoader, copy_batch, peekable
 
 
 class Numbers:
@@ -184,7 +184,7 @@ def test_batches_when_they_come_from_loader_workers_then_those_that_wait_hold_no
 
 
 def test_batches_when_they_cannot_be_copied_then_none_is_looked_at(caplog):
-    log = logging.getLogger("pytorch_lightning.lightning_recsys.row_cache.look_ahead")
+    log = logging.getLogger("pytorch_lightning.lightning_recsys.strategies.common.look_ahead")
     log.addHandler(caplog.handler)
     loader = peekable([lambda: 1, lambda: 2])
     with caplog.at_level(logging.INFO, log.name):
@@ -237,9 +237,6 @@ class Model(pl.LightningModule):
 
     def on_train_start(self):
         self.ahead = LookAhead(self.trainer, [self.rows], **self.options)
-
-    def on_train_batch_start(self, batch, batch_idx):
-        self.ahead.begin_batch(batch_idx)
 
     def on_train_end(self):
         self.ahead.close()
@@ -343,7 +340,7 @@ def test_coming_batches_when_training_then_each_is_foretold_once_as_far_as_the_w
 
 
 def test_coming_batches_when_there_are_many_then_few_are_looked_at_in_one_step(monkeypatch):
-    monkeypatch.setattr("lightning_recsys.row_cache.look_ahead._MORE", 2)
+    monkeypatch.setattr("lightning_recsys.strategies.common.look_ahead._MORE", 2)
     log = train(Foretells(), peekable(CountedIds(1, 2, 3, 4, 5)))
     assert log[:6] == ["look up [1]", *(f"foretell [{i}] after {i - 2}" for i in (2, 3)), "look up [2]", *log[4:6]]
     assert log[4:6] == ["foretell [4] after 1", "foretell [5] after 2"]
