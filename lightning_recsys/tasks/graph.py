@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
-from torchmetrics.retrieval import RetrievalNormalizedDCG, RetrievalRecall
+from torchmetrics.retrieval import RetrievalMRR, RetrievalNormalizedDCG, RetrievalRecall
 
 from lightning_recsys.data.graph import GraphBatch
 from lightning_recsys.tasks.base import Task
@@ -33,10 +33,14 @@ class GraphTask(Task):
         """What training makes small."""
         raise NotImplementedError
 
-    def forward(self, batch: GraphBatch) -> Tensor:
-        """Vectors of the seeds, ``[S, K]`` or ``[S, H]``, float32 under mixed precision too."""
+    def vectors(self, batch: GraphBatch) -> Tensor:
+        """What the model makes of the seeds, ``[S, K]`` or ``[S, H]``, float32 under mixed precision too."""
         vectors: Tensor = self.model(batch.dense, batch.nodes, batch.sparse, batch.neighborhood.blocks)
         return vectors.float()
+
+    def forward(self, batch: GraphBatch) -> Tensor:
+        """See :meth:`vectors`."""
+        return self.vectors(batch)
 
     def training_step(self, batch: GraphBatch, batch_idx: int) -> StepOutput:  # noqa: D102 - inherited
         scores: Tensor = self(batch)
@@ -78,6 +82,14 @@ class NodeClassificationTask(GraphTask):
     def evaluate(self, batch: GraphBatch, metrics: MetricCollection) -> None:  # noqa: D102 - inherited
         metrics.update(self(batch), batch.labels)
 
+    def vectors_and_scores(self, batch: GraphBatch) -> tuple[Tensor, Tensor]:
+        """The seeds' vectors before the last layer, ``[S, H]``, and the scores of their classes, ``[S, K]``; float32.
+
+        The model's ``embed`` makes both.
+        """
+        hidden, scores = self.model.embed(batch.dense, batch.nodes, batch.sparse, batch.neighborhood.blocks)  # type: ignore[operator]
+        return hidden.float(), scores.float()
+
     def predict_step(self, batch: GraphBatch, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
         """Probabilities of the classes, float32 ``[S, K]``."""
         scores: Tensor = self(batch)
@@ -92,7 +104,9 @@ class LinkPredictionTask(GraphTask):
 
     as a mean over pairs, for an item :math:`i` that user :math:`u` took and one :math:`j` that the user did not.
 
-    Logs ``val/recall`` and ``val/ndcg``, of the first ``top_k`` items for each user, and the same under ``test/``.
+    Logs ``val/recall`` and ``val/ndcg``, of the first ``top_k`` items for each user, and ``val/mrr``, the mean over
+    users of one through the rank of the first item that the user took, among all candidates; and the same under
+    ``test/``.
 
     Args:
         model: As for :class:`GraphTask`; its output is the vectors.
@@ -117,12 +131,16 @@ class LinkPredictionTask(GraphTask):
         super().__init__(model, **options)
 
     def make_metrics(self) -> dict[str, Metric]:  # noqa: D102 - inherited
-        return {"recall": RetrievalRecall(top_k=self._top_k), "ndcg": RetrievalNormalizedDCG(top_k=self._top_k)}
+        return {
+            "recall": RetrievalRecall(top_k=self._top_k),
+            "ndcg": RetrievalNormalizedDCG(top_k=self._top_k),
+            "mrr": RetrievalMRR(),
+        }
 
     def forward(self, batch: GraphBatch) -> Tensor:
         """Scores of the pairs, ``[P]``."""
         assert batch.pairs is not None
-        users_PH, items_PH = super().forward(batch)[batch.pairs]
+        users_PH, items_PH = self.vectors(batch)[batch.pairs]
         scores_P: Tensor = (users_PH * items_PH).sum(1)
         return scores_P
 

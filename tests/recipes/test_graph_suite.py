@@ -12,6 +12,7 @@ from benchmarks.harness.hosts import NoLinkError
 from benchmarks.harness.turns import Measurement
 from benchmarks.peers.torch_sparse import make_sampler
 from benchmarks.suites.graph import link
+from benchmarks.suites.graph.building import measure as building
 from benchmarks.suites.graph.cache import NodeTrace, misses
 from benchmarks.suites.graph.sampling import measure, power_law_graph, row_slices, starving
 from benchmarks.suites.het.link import Crossed, Told
@@ -28,6 +29,13 @@ def test_graph_when_drawn_then_has_hubs_and_about_the_edges_asked_for():
     assert graph.degrees().max() > 20 * np.median(graph.degrees())
     as_neighbor = np.bincount(graph.indices, minlength=2000)
     assert np.array_equal(as_neighbor, graph.degrees())
+
+
+def test_building_when_measured_then_has_time_and_memory_of_a_process_of_its_own():
+    (columns,), bars = building(num_nodes=2000, num_edges=20_000, seconds=4.0, times_as_large=2.05)
+    assert columns.details["graph"] == pytest.approx(8 * 2001 + 4 * 40_000, rel=0.05)
+    assert [bar.limit for bar in bars] == [4.0, 2.05]
+    assert 0 < bars[0].value < columns.details["wall"] + 0.1
 
 
 def test_row_slices_when_all_are_wanted_then_are_all_edges_of_a_hop():

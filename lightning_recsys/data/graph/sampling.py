@@ -58,8 +58,8 @@ def _number(neighbors, start, stop, local, n_id, num_nodes):  # noqa: ANN001, AN
 @compile_rule
 def _sample_hop(first, stop, graph, draw, scratch, sample, num_edges):  # noqa: ANN001, ANN202
     """Draw for the nodes from ``first`` to ``stop``; returns nodes and edges of the sample, or -1 where room ends."""
-    (indptr, indices), (fan_out, replacement, key) = graph, draw
-    (local, marks, chosen), (n_id, offsets, neighbors) = scratch, sample
+    (indptr, indices, weights), (fan_out, replacement, key) = graph, draw
+    (local, marks, chosen), (n_id, offsets, neighbors, drawn) = scratch, sample
     num_nodes = stop
     for target in range(first, stop):
         if target + AHEAD < stop:
@@ -75,8 +75,11 @@ def _sample_hop(first, stop, graph, draw, scratch, sample, num_edges):  # noqa: 
         if draws:
             draw_positions(mix(key ^ (np.uint64(node) * GOLDEN)), degree, taken, replacement, marks, chosen)
         for i in range(taken):
-            source = np.int64(indices[start + (chosen[i] if draws else i)])
+            place = start + (chosen[i] if draws else i)
+            source = np.int64(indices[place])
             neighbors[num_edges + i] = source
+            if weights.shape[0]:
+                drawn[num_edges + i] = weights[place]
             prefetch(local, source)
         num_nodes = _number(neighbors, num_edges, num_edges + taken, local, n_id, num_nodes)
         num_edges += taken
@@ -105,6 +108,10 @@ def _sample(graph, seeds, fan_outs, replacement, key, local, marks, sample, coun
     return True
 
 
+Block = tuple[Tensor, Tensor, Tensor | None]
+"""Where the neighbours of each target begin, the neighbours, and the share of each (``None``: all alike)."""
+
+
 @dataclass(frozen=True)
 class Neighborhood:
     """Nodes around some seeds, and whose messages each of them gets; nodes are numbered within the sample.
@@ -115,6 +122,7 @@ class Neighborhood:
         neighbors: The neighbours, int64 ``[e]``.
         num_sampled_nodes: New nodes of each hop; the seeds come first.
         num_sampled_edges: Edges of each hop.
+        weights: The weight of each edge, float32 ``[e]``; ``None`` where all count alike.
 
     These are PyG's names, and its ``edge_index`` follows from them.
     """
@@ -124,37 +132,53 @@ class Neighborhood:
     neighbors: Tensor
     num_sampled_nodes: tuple[int, ...]
     num_sampled_edges: tuple[int, ...]
+    weights: Tensor | None = None
+
+    @property
+    def targets(self) -> Tensor:
+        """The node that each edge ends in, int64 ``[e]``."""
+        counts = self.offsets.diff()
+        return torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
 
     @property
     def edge_index(self) -> Tensor:
         """Sources and targets, int64 ``[2, e]``, by target."""
-        counts = self.offsets.diff()
-        targets = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
-        return torch.stack([self.neighbors, targets])
+        return torch.stack([self.neighbors, self.targets])
 
     @cached_property
-    def blocks(self) -> tuple[tuple[Tensor, Tensor], ...]:
-        """Offsets and neighbours for each layer of a model, the first layer's first.
+    def blocks(self) -> tuple[Block, ...]:
+        """Offsets, neighbours and their shares for each layer of a model, the first layer's first.
 
-        A layer makes new vectors for the nodes that later layers still need: all but the last hop's, at first.
+        A layer makes new vectors for the nodes that later layers still need: all but the last hop's, at first. The
+        share of a neighbour is its edge's part of the weights of all edges that were drawn for the node, and ``None``
+        where all count alike. Where all of these weigh nothing, so do the shares.
         """
-        found = []
+        found, shares = [], None
+        if self.weights is not None:
+            targets = self.targets
+            sums = self.weights.new_zeros(len(self.offsets) - 1).index_add_(0, targets, self.weights)
+            shares = self.weights / torch.where(sums > 0, sums, 1.0).index_select(0, targets)
         for hop in range(len(self.num_sampled_edges), 0, -1):
-            targets, edges = sum(self.num_sampled_nodes[:hop]), sum(self.num_sampled_edges[:hop])
-            found.append((self.offsets[: targets + 1], self.neighbors[:edges]))
+            num_targets, edges = sum(self.num_sampled_nodes[:hop]), sum(self.num_sampled_edges[:hop])
+            own = None if shares is None else shares[:edges]
+            found.append((self.offsets[: num_targets + 1], self.neighbors[:edges], own))
         return tuple(found)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Neighborhood:
         """The same on another device."""
-        tensors = {name: getattr(self, name) for name in ("n_id", "offsets", "neighbors")}
-        return replace(self, **{name: x.to(device, non_blocking=non_blocking) for name, x in tensors.items()})
+        names = ("n_id", "offsets", "neighbors", *(() if self.weights is None else ("weights",)))
+        return replace(self, **{name: getattr(self, name).to(device, non_blocking=non_blocking) for name in names})
+
+
+_Room = tuple[NDArray[Any], NDArray[Any], NDArray[np.float32]]
 
 
 class NeighborSampler:
     """Draws neighbourhoods, each node's once per sample; for one thread at a time.
 
     Which neighbours a node gets depends on the key, the node, its degree and the fan-out alone. So with one key and
-    equal fan-outs several ranks draw, each around its own seeds, what one would draw around all of them.
+    equal fan-outs several ranks draw, each around its own seeds, what one would draw around all of them. The weights of
+    edges have no say in what is drawn: they weigh messages.
 
     Args:
         graph: The graph whose nodes' neighbours are drawn.
@@ -182,10 +206,11 @@ class NeighborSampler:
         self.replacement = replacement
         # numba compiles once for plain arrays, however the graph's are mapped.
         self._indptr, self._indices = np.asarray(graph.indptr), np.asarray(graph.indices)
+        self._weights = np.empty(0, np.float32) if graph.weights is None else np.asarray(graph.weights)
         self._fan_outs = np.array(num_neighbors, np.int64)
         self._local = np.full(graph.num_nodes, -1, np.int32)
         self._marks = np.zeros(int(graph.degrees().max(initial=0)) + 1, np.int64)
-        self._room: tuple[NDArray[Any], NDArray[Any]] = np.empty(0, np.int64), np.empty(0, np.int64)
+        self._room: _Room = np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.float32)
 
     def sample(self, seeds: NDArray[np.int64], *, key: int = 0) -> Neighborhood:
         """The neighbourhood of some distinct nodes.
@@ -207,17 +232,17 @@ class NeighborSampler:
         counts = np.empty((len(self._fan_outs), 2), np.int64)
         drawn = False
         while not drawn:
-            n_id, neighbors = self._room
+            n_id, neighbors, weights = self._room
             offsets = np.empty(len(n_id) + 1, np.int64)
             drawn = len(n_id) >= len(seeds) and _sample(
-                (self._indptr, self._indices),
+                (self._indptr, self._indices, self._weights),
                 seeds,
                 self._fan_outs,
                 self.replacement,
                 np.uint64(key),
                 self._local,
                 self._marks,
-                (n_id, offsets, neighbors),
+                (n_id, offsets, neighbors, weights),
                 counts,
             )
             if not drawn:
@@ -230,10 +255,12 @@ class NeighborSampler:
             torch.from_numpy(neighbors[: counts[-1, 1]].copy()),
             (len(seeds), *nodes.tolist()),
             tuple(edges.tolist()),
+            None if self.graph.weights is None else torch.from_numpy(weights[: counts[-1, 1]].copy()),
         )
 
     def _grow(self, num_seeds: int) -> None:
         """Make room for more; a sample never has more nodes than the graph and one node's neighbours."""
         size = max(2 * len(self._room[1]), 64 * num_seeds, 1024)
         most = self.graph.num_nodes + len(self._marks)
-        self._room = np.empty(min(size, most), np.int64), np.empty(size, np.int64)
+        weights = np.empty(0 if self.graph.weights is None else size, np.float32)
+        self._room = np.empty(min(size, most), np.int64), np.empty(size, np.int64), weights

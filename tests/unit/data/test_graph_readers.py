@@ -90,7 +90,7 @@ def test_npz_when_cut_off_or_no_file_then_is_named(tmp_path):
 
 @pytest.mark.parametrize("module", [NodeDataModule, InteractionDataModule])
 def test_split_when_a_key_is_misspelt_then_is_named(module):
-    with pytest.raises(ValueError, match=r"data\.split takes validation, test and seed, got validaton\."):
+    with pytest.raises(ValueError, match=r"data\.split takes validation, test, seed and by, got validaton\."):
         module(file="a", split={"validaton": 0.2, "test": 0.2})
 
 

@@ -10,6 +10,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from scipy.stats import chisquare
+from sklearn.metrics import ndcg_score
 
 from lightning_recsys.data.graph import CSRGraph, InteractionDataModule, Interactions, NodeData, NodeDataModule
 from lightning_recsys.data.graph.ranking import Ranking
@@ -104,6 +105,23 @@ def test_bpr_when_scores_are_known_then_is_the_closed_form():
     pairs = [(1.0, 0.5), (2.0, 2.5), (1.0, -1.0), (2.0, 0.0)]
     expected = sum(math.log(1 + math.exp(negative - positive)) for positive, negative in pairs) / 4
     assert task.loss(scores, batch).item() == pytest.approx(expected)
+
+
+def test_metrics_when_scores_are_known_then_are_those_of_scikit_learn_and_the_first_rank():
+    task = LinkPredictionTask(make_model(InteractionDataModule(tastes())), top_k=3)
+    random = np.random.default_rng(0)
+    groups, labels = np.repeat(np.arange(9), 8), np.tile([1.0, 1, 0, 0, 0, 0, 0, 0], 9)
+    scores = random.permutation(len(groups)).astype(np.float32)  # no ties
+    order = random.permutation(len(groups))  # users in any order, over two batches
+    for part in np.split(order, [30]):
+        given = [torch.from_numpy(x[part]) for x in (scores, labels, groups)]
+        task.val_metrics.update(given[0], given[1].long(), indexes=given[2])
+    found = task.val_metrics.compute()
+    by_user = [(labels[groups == user], scores[groups == user]) for user in range(9)]
+    assert found["ndcg"].item() == pytest.approx(np.mean([ndcg_score([x], [y], k=3) for x, y in by_user]))
+    firsts = [1 + (y > y[x == 1].max()).sum() for x, y in by_user]
+    assert found["mrr"].item() == pytest.approx(np.mean(1 / np.array(firsts)))
+    assert max(firsts) > 3, "the rank of the first counts beyond top_k"
 
 
 def pairs_of(taken):
@@ -221,17 +239,17 @@ def test_graph_when_interactions_are_held_out_then_has_none_of_them():
 
 def test_interactions_when_read_then_names_become_numbers_and_pairs_count_once(tmp_path):
     (tmp_path / "a.csv").write_text("who,what\nzoe,9\nann,7\nzoe,7\nzoe,9\n")
-    taken = Interactions.read(tmp_path / "a.csv", user="who", item="what")
+    taken = Interactions.read(tmp_path / "a.csv", user="who", item="what").distinct()
     assert (taken.users.tolist(), taken.items.tolist(), taken.num_users, taken.num_items) == (
         [0, 1, 1],
         [0, 0, 1],
         2,
         2,
     )
-    with pytest.raises(ValueError, match=r"no column \['item'\]; it has \['who', 'what'\]"):
+    with pytest.raises(ValueError, match=r"a\.csv has no column 'item'\. It has who, what"):
         Interactions.read(tmp_path / "a.csv", user="who", item="item")
     (tmp_path / "b.csv").write_text("who,what\n1,9\n,7\n")
-    with pytest.raises(ValueError, match=r"b.csv: 1 rows have no value in the column 'who'"):
+    with pytest.raises(ValueError, match=r"b\.csv, row 2, column 'who': the value is missing"):
         Interactions.read(tmp_path / "b.csv", user="who", item="what")
 
 
@@ -256,18 +274,18 @@ def test_interactions_when_ids_are_any_words_then_each_is_a_user_of_its_own(tmp_
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("who,what\nann,1\n,2\nbob,3\n", "1 rows have no value in the column 'who'"),
-        ("who,what\nann,1\nbob\n", "Expected 2 columns, got 1"),
-        ("who,what,who\nann,1,2\n", r"its header has the columns \['who'\] more than once"),
-        ('who,what\nann,1\n"bob,2\ncid,3\n', "CSV parse"),
-        ("", "Empty CSV file"),
+        ("who,what\nann,1\n,2\nbob,3\n", "row 2, column 'who': the value is missing"),
+        ("who,what\nann,1\nbob\n", r"row 2 \(line 3\): 2 columns expected, got 1: 'bob'"),
+        ("who,what,who\nann,1,2\n", "the first line names column 'who' more than once"),
+        ('who,what\nann,1\n"bob,2\ncid,3\n', r"row 2 \(line 3\) has a quote that is never closed"),
+        ("", "is empty"),
     ],
     ids=["empty", "ragged", "twice", "quote", "nothing"],
 )
 def test_interactions_when_a_file_is_damaged_then_it_and_the_fault_are_named(tmp_path, content, message):
     path = tmp_path / "a.csv"
     path.write_text(content)
-    with pytest.raises(ValueError, match=rf"a\.csv: .*{message}"):
+    with pytest.raises(ValueError, match=rf"a\.csv.*{message}"):
         Interactions.read(path, user="who", item="what")
 
 

@@ -1,4 +1,4 @@
-"""Suite ``graph``: sampling, the cache of nodes' rows, epochs over a link, and quality beside PyG's layers."""
+"""Suite ``graph``: building, sampling, the cache of nodes' rows, epochs over a link, quality beside PyG's layers."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 from benchmarks.harness.choices import check_choices
 from benchmarks.harness.parts import measure_parts
 from benchmarks.harness.report import Result
+from benchmarks.suites.graph.building import measure as measure_building
 from benchmarks.suites.graph.cache import misses as measure_misses
 from benchmarks.suites.graph.link import measure as measure_link
 from benchmarks.suites.graph.sampling import measure as measure_sampling
@@ -15,12 +16,13 @@ from benchmarks.suites.graph.sampling import starving as measure_starving
 
 from lightning_recsys.row_cache import CachePolicy
 
-Part = Literal["sampling", "starving", "misses", "link", "quality"]
+Part = Literal["building", "sampling", "starving", "misses", "link", "quality"]
 
 
 def run(
     *,
     parts: list[Part],
+    building: Mapping[str, Any],
     sampling: Mapping[str, Any],
     starving: Mapping[str, Any],
     misses: Mapping[str, Any],
@@ -43,6 +45,7 @@ def run(
     return measure_parts(
         parts,
         {
+            "building": lambda: measure_building(**building),
             "sampling": lambda: measure_sampling(**sampling),
             "starving": lambda: measure_starving(**starving),
             "misses": lambda: measure_misses(**misses),
