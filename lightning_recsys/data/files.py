@@ -22,11 +22,12 @@ from pathlib import Path
 from typing import IO, Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
+
+from lightning_recsys.data.queries import query_of, written_query
 
 _ZIP = (".zip",)
 _TAR = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz")
-_COMPRESSION = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".lz4": "lz4"}  # those that pyarrow knows
+COMPRESSION = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".lz4": "lz4"}  # those that pyarrow knows
 DAMAGED = (EOFError, zlib.error, lzma.LZMAError, zipfile.BadZipFile, tarfile.TarError)
 _HIDDEN = (".", "_")  # how names start that programs leave: .DS_Store, __MACOSX, _SUCCESS
 _FINGERPRINT_BYTES = 1 << 20
@@ -57,13 +58,23 @@ class InputFile:
             digest.update(file.read(_FINGERPRINT_BYTES))
             file.seek(max(size - _FINGERPRINT_BYTES, 0))
             digest.update(file.read(_FINGERPRINT_BYTES))
+        for log in _logs(path):
+            digest.update(f"{log} {log.stat().st_size} {log.stat().st_mtime_ns}".encode())
         return cls(str(path), stored_bytes(path), digest.hexdigest())
 
 
 def stored_bytes(path: Path) -> int:
     """The size of a file as it is stored; of a file in an archive, its size there."""
     stored, member = _parts(path)
-    return stored.stat().st_size if member is None else members(stored)[member]
+    return stored.stat().st_size if member is None or query_of(path) is not None else members(stored)[member]
+
+
+def _logs(path: Path) -> list[Path]:
+    """The files beside a database that hold its last changes, as long as these are not in it."""
+    if (query := query_of(path)) is None:
+        return []
+    logs = [query.file.with_name(query.file.name + ending) for ending in ("-wal", ".wal")]
+    return [log for log in logs if log.is_file() and log.stat().st_size]
 
 
 def file_identities(paths: Iterable[Path]) -> list[Any]:
@@ -81,7 +92,8 @@ def find_files(patterns: str | Path | Sequence[str | Path], *, name: str = "raw"
     Args:
         patterns: A path, a glob pattern (``day_*.gz``), a folder or an archive (all files in it and in its subfolders,
             but for those whose names, or whose subfolder's, start with a dot or an underscore; ``folder/*`` is the
-            same), or files of an archive (``clicks.zip/day_*.csv``); or a list of those.
+            same), files of an archive (``clicks.zip/day_*.csv``), or a query to a database
+            (``sqlite:///clicks.db?query=...``); or a list of those.
         name: What to call the option in an error message.
         root: The folder in which relative paths start.
 
@@ -92,6 +104,11 @@ def find_files(patterns: str | Path | Sequence[str | Path], *, name: str = "raw"
     """
     found: list[Path] = []
     for pattern in [patterns] if isinstance(patterns, str | os.PathLike) else patterns:
+        if (query := written_query(pattern, root=root) or query_of(Path(pattern))) is not None:
+            if not query.file.is_file():
+                raise FileNotFoundError(f"{name}: there is no database {query.file}.")
+            found.append(query.path)
+            continue
         path = root / Path(pattern).expanduser()
         matches = [path] if path.exists() else _matches(path)
         # A pattern may match a folder and what is in it.
@@ -116,7 +133,7 @@ def find_files(patterns: str | Path | Sequence[str | Path], *, name: str = "raw"
 
 
 def stored_file(path: Path) -> Path:
-    """The file on the disk: the archive that holds it, or itself."""
+    """The file on the disk: the archive or database that holds it, or itself."""
     return _parts(path)[0]
 
 
@@ -158,7 +175,7 @@ class ByteSource:
         self._opened = ExitStack()
         self._raw = self._opened.enter_context(open_stored(path))
         self._stream: Any = self._raw
-        if (compression := _COMPRESSION.get(path.suffix.lower())) is not None:
+        if (compression := COMPRESSION.get(path.suffix.lower())) is not None:
             self._stream = pa.CompressedInputStream(pa.PythonFile(self._raw, mode="r"), compression)
         if codecs.lookup(encoding).name != "utf-8":
             self._stream = pa.transcoding_input_stream(pa.PythonFile(self._stream, mode="r"), encoding, "utf-8")
@@ -204,27 +221,6 @@ def _damage_told() -> Iterator[None]:
         yield
     except DAMAGED as error:
         raise OSError(str(error) or type(error).__name__) from error
-
-
-@contextmanager
-def open_parquet(path: Path) -> Iterator[pq.ParquetFile]:
-    """A Parquet file, also one in an archive.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it is none, or its archive is damaged.
-    """
-    stored, member = _parts(path)
-    with ExitStack() as opened:
-        source: Any = stored if member is None else opened.enter_context(open_stored(path))
-        try:
-            file = pq.ParquetFile(source, memory_map=member is None, pre_buffer=False)
-        except (pa.ArrowInvalid, *DAMAGED) as error:
-            raise ValueError(
-                f"{path} is no Parquet file, or not all of it ({str(error).splitlines()[0]}). If it is text, name it "
-                ".csv, or write format: text in the schema."
-            ) from error
-        yield opened.enter_context(file)
 
 
 @contextmanager
@@ -309,7 +305,9 @@ def _explained(path: Path) -> Iterator[None]:
 
 
 def _parts(path: Path) -> tuple[Path, str | None]:
-    """The file on the disk, and the name in it of a path that leads into an archive."""
+    """The file on the disk, and the name in it of a path that leads into an archive, or the query to a database."""
+    if (query := query_of(path)) is not None:
+        return query.file, query.sql
     if not path.exists():
         for parent in path.parents:
             if is_archive(parent) and (member := path.relative_to(parent).as_posix()) in members(parent):

@@ -1,4 +1,4 @@
-"""Anybody's own rows, in CSV, TSV or Parquet, by a schema alone."""
+"""Anybody's own rows, in any format that a schema may name, by that schema alone."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -22,6 +22,7 @@ from rich.console import Console
 
 from lightning_recsys.__about__ import __version__
 from lightning_recsys.data.files import check_md5, file_identities
+from lightning_recsys.data.frames import frame_file
 from lightning_recsys.data.module import Split, check_option
 from lightning_recsys.data.preparation import ByFile, BySchema, Preparation, SchemaRules, SplitRule
 from lightning_recsys.data.preparation.cache import Lease, RowCache
@@ -31,6 +32,7 @@ from lightning_recsys.data.prepared.manifest import Manifest
 from lightning_recsys.data.prepared.module import PreparedReader
 from lightning_recsys.data.raw import TabularFormat
 from lightning_recsys.data.raw.columns import OnBadRow, SkippedRows
+from lightning_recsys.data.tables.guessing import guess_schema
 from lightning_recsys.data.tables.schema import Schema
 
 _VERSION = 7  # of what a schema makes of a file: another one where ids, numbers or splits come out otherwise
@@ -54,7 +56,7 @@ class TabularDataModule(PreparedReader):
     Where the schema's ``files`` name some under ``predict``, a trainer predicts those: their rows need no label.
 
     Args:
-        schema: Path of a schema file, or its content; see ``docs/data.md``.
+        schema: Path of a schema file, or its content; see ``docs/schema.md``.
         root: Where the schema's relative paths start; the schema file's own folder if absent, else the current one.
         batch_size: Number of rows in the batch of one rank.
         on_bad_row: ``error`` stops at the first row that does not fit the schema, and says where it is; ``skip`` leaves
@@ -114,6 +116,65 @@ class TabularDataModule(PreparedReader):
         self._given = False  # whether it is that of a checkpoint: nothing is learned then
         self._folders: dict[Split, tuple[Path, Manifest]] = {}  # by the split whose files they were made from
         self._leases: dict[Split, Lease] = {}
+
+    @classmethod
+    def from_frame(
+        cls,
+        frame: Any,
+        label: str | None = None,
+        *,
+        validation: Any = None,
+        test: Any = None,
+        predict: Any = None,
+        schema: str | Path | Mapping[str, Any] | Schema | None = None,
+        dates: Literal["day_first", "month_first"] | None = None,
+        cache: str | Path | None = None,
+        **options: Any,
+    ) -> TabularDataModule:
+        """Rows of tables in memory, of pandas, polars, PyArrow or whatever else has ``__arrow_c_stream__``.
+
+        A copy of each table is written into the folder ``frames`` of the cache, named by a digest of its content, and
+        is read from there as a file is; a frame with the same content is not prepared twice. Copies that were not asked
+        for in a week are removed.
+
+        Args:
+            frame: The rows to train on.
+            label: The column that says what is a click; looked for if absent.
+            validation: Rows for validation; a tenth of the others if absent.
+            test: Rows for the test; a tenth of the others if absent.
+            predict: Rows that are predicted, which need no label.
+            schema: What the columns mean, without ``files``; guessed if absent (see
+                :func:`~lightning_recsys.data.guess_schema`), and ``schema.to_yaml()`` of the data module shows it.
+            dates: Whether ``01/02/2026`` is of February or of January, for the guess.
+            cache: Folder for prepared rows, as of the class.
+            options: The other arguments of the class.
+
+        Raises:
+            TypeError: a frame is no table.
+            ValueError: a column has no type that Arrow knows; the schema has a mistake, or is given with ``label`` or
+                ``dates``, which it has itself; or none can be guessed.
+
+        >>> import tempfile
+        >>> frame = pa.table({"clicked": [0, 1] * 50, "shop": ["a", "b", "c", "a", "b"] * 20})
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     data = TabularDataModule.from_frame(frame, label="clicked", cache=folder)
+        ...     data.fields
+        {'shop': 5}
+        """
+        if schema is not None and (label is not None or dates is not None):
+            raise ValueError("from_frame takes label and dates to guess a schema: with schema=, name them in it.")
+        folder = RowCache(cache).folder / "frames"
+        given = {"train": frame, "validation": validation, "test": test, "predict": predict}
+        files = {split: str(frame_file(rows, folder)) for split, rows in given.items() if rows is not None}
+        if schema is None:
+            schema = guess_schema(files["train"], label, dates=dates)
+        elif isinstance(schema, str | Path):
+            options.setdefault("root", Path(schema).parent)
+            schema = Schema.from_yaml(schema)
+        elif not isinstance(schema, Schema):
+            schema = Schema.from_dict({**schema, "files": files})
+        named: dict[Any, tuple[str, ...]] = {split: (file,) for split, file in files.items()}
+        return cls(schema=replace(schema, files=named, formats={}), cache=cache, **options)
 
     def prepare_data(self) -> None:
         """Prepare the rows that the trainer's stage needs, as far as that is known before a checkpoint is loaded."""

@@ -36,8 +36,8 @@ class _StrictLoader(yaml.SafeLoader):  # type: ignore[misc]
         return mapping
 
 
-def load_yaml(path: Path) -> Any:
-    """The content of a schema file."""
+def load_yaml(path: Path, what: str = "a schema") -> Any:
+    """The content of a schema file, or of another file of YAML, which messages call by ``what`` it is."""
     path = path.expanduser()
     if not path.is_file():
         raise FileNotFoundError(
@@ -46,7 +46,7 @@ def load_yaml(path: Path) -> Any:
     try:
         return yaml.load(path.read_text(encoding="utf-8"), Loader=_StrictLoader)  # noqa: S506 - a SafeLoader
     except (yaml.YAMLError, ValueError) as error:
-        raise ValueError(f"{path} is not a schema: {error}") from error
+        raise ValueError(f"{path} is not {what}: {error}") from error
 
 
 def make(kind: type[T], where: str, data: Any, **made: Any) -> T:

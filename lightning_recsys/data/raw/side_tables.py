@@ -90,7 +90,7 @@ class SideTables:
         found: dict[str, Path] = {}  # the columns that are read from side tables
         for i, (join, path) in enumerate(zip(self._schema.joins, self.paths, strict=True)):
             header = read_header(path, join.table)
-            names = header.names
+            names = header.columns
             if join.key not in names:
                 raise ValueError(
                     f"schema.joins[{i}].key names column {join.key!r}, which is not in {path}. "

@@ -1,4 +1,4 @@
-"""Anybody's own table in CSV, TSV or Parquet, described by a schema: read a block at a time."""
+"""Anybody's own table, described by a schema: read a block at a time."""
 
 # Shape suffixes: N rows, I dense features.
 
@@ -25,7 +25,7 @@ from lightning_recsys.data.raw.side_tables import SideTables, ambiguous
 from lightning_recsys.data.raw.table_file import TableFile
 from lightning_recsys.data.raw.text import Block, Position
 from lightning_recsys.data.tables.features import Input
-from lightning_recsys.data.tables.reading import read_header
+from lightning_recsys.data.tables.reading import partitions_of, read_header
 from lightning_recsys.data.tables.schema import Schema, feature_name
 from lightning_recsys.data.tables.schema_parts import Label, TableFormat, require
 from lightning_recsys.data.tables.schema_parts import Split as SchemaSplit
@@ -40,7 +40,7 @@ class TabularFormat(RawFormat):
     since 1970.
 
     Args:
-        schema: Path of a schema file, or its content; see ``docs/data.md``.
+        schema: Path of a schema file, or its content; see ``docs/schema.md``.
         root: Where the schema's relative paths start; the schema file's own folder if absent, else the current one.
         on_bad_row: What happens to bad rows of side tables: ``error`` or ``skip``.
         labelled: Whether rows have labels and times. Without them they need neither column; all labels are 0 then.
@@ -247,7 +247,7 @@ class TabularFormat(RawFormat):
         """
         table = self.format_of(path)
         header = read_header(path, table)
-        names = header.names
+        names = header.columns
         for column in self._keys:
             if column not in names:
                 raise ValueError(self._unknown_column("joins", column, [path], names))
@@ -268,6 +268,11 @@ class TabularFormat(RawFormat):
         near = difflib.get_close_matches(column, names, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         places = " or ".join(map(str, paths))
+        if around := next((path for path in self._tables if column in partitions_of(path)), None):
+            return (
+                f"schema.{use} names column {column!r}, which the folder around {around} says, and no folder around "
+                f"{paths[0]}. Move the file into a folder {column}=..., or name the files that are in such folders."
+            )
         header = " If its first line is no header, list the names of its columns under schema.column_names."
         return (
             f"schema.{use} names column {column!r}, which is not in {places}.{hint} {paths[0].name} has "

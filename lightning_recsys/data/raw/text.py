@@ -47,7 +47,13 @@ class Block:
     lines: NDArray[np.int64] | None = None
 
 
-def text_blocks(path: Path, *, block_bytes: int, position: Position = Position()) -> Iterator[Block]:  # noqa: B008
+def text_blocks(
+    path: Path,
+    *,
+    block_bytes: int,
+    position: Position = Position(),  # noqa: B008 - immutable
+    encoding: str = "utf-8",
+) -> Iterator[Block]:
     """Read a file in blocks of whole lines.
 
     A block is what is whole in the ``block_bytes`` from its start on, so that reading again from there gives the same
@@ -58,11 +64,12 @@ def text_blocks(path: Path, *, block_bytes: int, position: Position = Position()
         block_bytes: How much to read at a time; a longer line makes a longer block.
         position: Of the first line to read, by its offset in the uncompressed text. (A compressed file is decompressed
             up to it.)
+        encoding: What the text is written in; blocks are in UTF-8.
 
     Raises:
         ValueError: a compressed file is damaged or ends early.
     """
-    with ByteSource(path) as file:
+    with ByteSource(path, encoding=encoding) as file:
         file.skip(position.offset)
         rest = b""
         while True:

@@ -196,7 +196,9 @@ def guess_column(sample: Sample) -> Guess:
     if (listed := _guess_listed(sample)) is not None:
         return listed
     if sample.never_repeats and (sample.name.lower().endswith("id") or not _ID_NAME.search(sample.name)):
-        return Guess("ignore", None, "different in every row of the sample")
+        # Long lists differ in every row although each of their values comes often; sentences do, too.
+        bag = _guess_bag(sample, separators=_LIST_SEPARATORS[:-1], times=10.0)
+        return bag or Guess("ignore", None, "different in every row of the sample")
     if (bag := _guess_bag(sample)) is not None:
         return bag
     if num_values > 0.3 * len(sample.values) and len(sample.values) >= _LARGE_SAMPLE:
@@ -235,14 +237,20 @@ def _guess_listed(sample: Sample) -> Guess | None:
     return Guess("multi_valued", MultiValued(separator=separator), f"lists of {len(set(items))} different values")
 
 
-def _guess_bag(sample: Sample) -> Guess | None:
-    """Words that a separator joins, of which there are fewer than of what they make together."""
-    for separator in _LIST_SEPARATORS:
+def _guess_bag(sample: Sample, *, separators: Sequence[str] = _LIST_SEPARATORS, times: float = 1.0) -> Guess | None:
+    """Words that a separator joins, of which there are fewer than of what they make together.
+
+    Args:
+        sample: The column.
+        separators: What may join them.
+        times: How often each word comes at least, on average.
+    """
+    for separator in separators:
         num_items = sum((value.count(separator) + 1) * count for value, count in sample.counts.items())
         several = 1.5 if separator == " " else 1.2  # names of two words are no lists
         if num_items > several * len(sample.values):
             items = {item for value in sample.counts for item in value.split(separator)}
-            if several * len(items) < 1.2 * len(sample.counts):
+            if several * len(items) < 1.2 * len(sample.counts) and times * len(items) <= num_items:
                 why = f"lists of {len(items)} different values"
                 return Guess("multi_valued", MultiValued(separator=separator), why)
     return None

@@ -15,15 +15,16 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from lightning_recsys.data.files import find_files, stored_bytes
+from lightning_recsys.data.queries import written_query
 from lightning_recsys.data.tables.column_guesses import ALMOST, MISSING, DateOrder, Guess, Sample, guess_column
 from lightning_recsys.data.tables.columns import GROUPED_BY_DOTS
 from lightning_recsys.data.tables.features import Categorical
 from lightning_recsys.data.tables.label import LabelRule
-from lightning_recsys.data.tables.reading import read_header
+from lightning_recsys.data.tables.reading import partitions_of, read_header
 from lightning_recsys.data.tables.schema import FEATURES, Schema, feature_name
 from lightning_recsys.data.tables.schema_parts import Label, Split, TableFormat
 from lightning_recsys.data.tables.sniffing import is_number, sniff, told_apart
-from lightning_recsys.data.tables.verdicts import GIVES_AWAY, judge
+from lightning_recsys.data.tables.verdicts import judge
 
 _LABEL_NAMES = ("label", "click", "clicked", "is_click", "target", "y", "conversion", "converted", "purchase", "rating")
 _POSITIVE = ("1", "true", "yes", "y", "click", "clicked", "positive")
@@ -46,7 +47,8 @@ def guess_schema(
     ready to be corrected.
 
     Args:
-        path: CSV, TSV or the like, or Parquet: a file, folder, glob or archive, or a list of them.
+        path: CSV, TSV or the like, JSON lines, Parquet, Arrow or ORC: a file, folder, glob or archive, or a list;
+            or a query to a database, as ``sqlite:///clicks.db?query=SELECT ...``.
         label: The column that says what is a click; looked for if absent.
         dates: Whether ``01/02/2026`` is of February or of January; found out if absent and other dates of the sample
             tell.
@@ -61,6 +63,7 @@ def guess_schema(
     sniffed = sniff(first)
     table = sniffed.table
     _check_columns(first, others, table, list(sniffed.columns))
+    folders = _guess_partitions([first, *others], list(sniffed.columns))
     columns, marks = _plain_numbers(sniffed.columns)
     there = {token for column in columns.values() for token in set(MISSING).intersection(column)}
     missing = [token for token in MISSING if token in there]
@@ -70,17 +73,18 @@ def guess_schema(
     rule, reason = _label_rule(clicks)
     labels = _labels(clicks, LabelRule(rule))
     guesses, drifts = judge(samples, _guess_columns(samples), labels)
-    guesses = _made_whole(samples, guesses)
+    fitting = _fitting(samples, guesses)
     strays = [word for name, guess in guesses.items() if guess.key == "dense" for word in samples[name].strays]
-    fitting = {chosen: clicks.share(~np.isnan(LabelRule(rule).apply(pa.array(clicks.counts))))}
+    guesses = _with_one_time(guesses | folders)
+    fitting |= {chosen: clicks.share(~np.isnan(LabelRule(rule).apply(pa.array(clicks.counts))))}
 
     features = _features(guesses, chosen)
-    if not features["categorical"] and not features["multi_valued"]:
-        raise ValueError(f"{first}: {_no_category(samples, guesses)}")
+    if not any(features.values()):
+        raise ValueError(f"{first}: {_no_feature(guesses)}")
     time = next((column for column, guess in guesses.items() if guess.key == "time"), None)
     drift = None if time is None else drifts.get(time)
     return Schema(
-        files={"train": tuple(str(Path(x).expanduser().absolute()) for x in patterns)},
+        files={"train": tuple(str(written_query(x) or Path(x).expanduser().absolute()) for x in patterns)},
         table=replace(table, **marks, dates=clicks.dates, missing=tuple(dict.fromkeys(["", *missing, *strays]))),
         label=Label(column=chosen, rule=rule),
         time=time,
@@ -88,8 +92,9 @@ def guess_schema(
         split=Split(by="share" if drift is None else "time"),
         num_rows=round(sniffed.num_rows * sum(map(stored_bytes, [first, *others])) / max(stored_bytes(first), 1)),
         present={name: len(sample.values) / max(len(columns[name]), 1) for name, sample in samples.items()}
-        | {chosen: len(clicks.values) / max(len(columns[chosen]), 1)},
-        fitting=fitting | _fitting(samples, guesses),
+        | {chosen: len(clicks.values) / max(len(columns[chosen]), 1)}
+        | dict.fromkeys(folders, 1.0),
+        fitting=fitting,
         comments={column: guess.reason for column, guess in guesses.items()}
         | {name: guesses[x.column or name].reason for found in features.values() for name, x in found.items()}
         | {f"schema.{key}": remark for key, remark in _remarks(first, has_time=time is not None, drift=drift).items()}
@@ -114,6 +119,34 @@ def _samples(
     return {name: replace(sample, dates=dates) for name, sample in samples.items()} if dates else samples
 
 
+def _guess_partitions(files: Sequence[Path], names: Sequence[str]) -> dict[str, Guess]:
+    """Where the columns belong that only the names of the folders around the files say.
+
+    Raises:
+        ValueError: some files are in such folders and others are not.
+    """
+    said = {path: partitions_of(path) for path in files}
+    guesses = {}
+    for name in dict.fromkeys(name for found in said.values() for name in found):
+        if without := [path for path in files if name not in said[path]]:
+            there = next(path for path in files if name in said[path])
+            raise ValueError(
+                f"{there} is in a folder {name}={said[there][name]}, and {without[0]} is in none of that name. Move it "
+                "into one, or name the files that are in such folders."
+            )
+        values = sorted({value or "" for found in said.values() for value in [found[name]]})
+        sample = Sample(name, values)
+        if name in names:
+            continue
+        if len(values) == 1:
+            guesses[name] = Guess("ignore", None, "the folder around all files says the same")
+        elif not sample.is_numeric and sample.times(None) >= ALMOST:
+            guesses[name] = Guess("time", None, f"the {len(values)} folders around the files say the time of the rows")
+        else:
+            guesses[name] = Guess("categorical", Categorical(), f"folders with {len(values)} values around the files")
+    return guesses
+
+
 def _labels(sample: Sample, rule: LabelRule) -> NDArray[np.float32]:
     """0 or 1 for each row of the sample, NaN where it has no label or the rule does not fit it."""
     coded = pa.array(sample.column, pa.string()).dictionary_encode()
@@ -134,27 +167,16 @@ def _guess_columns(samples: Mapping[str, Sample]) -> dict[str, Guess]:
     }
 
 
-def _made_whole(samples: Mapping[str, Sample], guesses: Mapping[str, Guess]) -> dict[str, Guess]:
-    """Guesses with one time at most, and with a category at least, if any number could be one."""
+def _with_one_time(guesses: Mapping[str, Guess]) -> dict[str, Guess]:
+    """Guesses with one time at most."""
     times = [name for name, guess in guesses.items() if guess.key == "time"]
-    whole = {**guesses, **{name: Guess("ignore", None, "a second time") for name in times[1:]}}
-    if any(guess.key in ("categorical", "multi_valued") or guess.ids for guess in guesses.values()):
-        return whole
-    return whole | {
-        name: replace(guess, ids=Categorical(), reason=f"{guess.reason}; as ids, too: no other column is a category")
-        for name, guess in guesses.items()
-        if guess.key == "dense" and samples[name].is_whole and 2 * len(samples[name].counts) < len(samples[name].values)
-    }
+    return {**guesses, **{name: Guess("ignore", None, "a second time") for name in times[1:]}}
 
 
-def _no_category(samples: Mapping[str, Sample], guesses: Mapping[str, Guess]) -> str:
-    """What to do about a table without a category."""
-    dense = [column for column, guess in guesses.items() if guess.key == "dense"]
-    few = sorted(dense, key=lambda column: len(samples[column].counts))[:3]
-    left_out = [f"{column} {guess.reason}." for column, guess in guesses.items() if guess.reason.startswith(GIVES_AWAY)]
-    hint = f"Of its numbers {', '.join(few)} have the fewest values: write a schema that has one under categorical."
-    need = "no column looks like a category, of which models here need one at least."
-    return " ".join([need, *([hint] if few else []), *left_out])
+def _no_feature(guesses: Mapping[str, Guess]) -> str:
+    """The reasons why no column of a table is a feature."""
+    left_out = [f"{column}: {guess.reason}." for column, guess in guesses.items() if guess.key == "ignore"]
+    return " ".join(["no column can be a feature.", *left_out, "Write a schema that names one."])
 
 
 def _features(guesses: Mapping[str, Guess], label: str) -> dict[str, dict[str, Any]]:
@@ -216,7 +238,7 @@ def _remarks(first: Path, *, has_time: bool, drift: str | None) -> dict[str, str
     elif has_time:
         split += "; {by: time} holds back the latest instead"
     return {
-        "": f"Guessed from the first rows of {first.name}. Check it: a remark says why. Every key: docs/data.md",
+        "": f"Guessed from the first rows of {first.name}. Check it: a remark says why. Every key: docs/schema.md",
         "column_names": "the first line is no header: rename as you like",
         "skip_lines": "lines at the top that are left out: a title, or a header that does not fit the rows",
         "comment": "lines at the top that start like this are left out",

@@ -2,28 +2,48 @@
 
 from __future__ import annotations
 
+import codecs
 import csv
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.csv as arrow_csv
 
-from lightning_recsys.data.files import ByteSource, open_parquet
-from lightning_recsys.data.tables.schema_parts import TableFormat
+from lightning_recsys.data.files import COMPRESSION, ByteSource
+from lightning_recsys.data.queries import query_of
+from lightning_recsys.data.tables.json_lines import Place, find_places
+from lightning_recsys.data.tables.record_files import open_records
+from lightning_recsys.data.tables.schema_parts import Kind, TableFormat
 
 BLOCK_BYTES = 1 << 24  # also the longest row that can be read
 _UNIT_SEPARATOR = b"\x1f"  # stands in for separators of several characters, which Arrow does not know
 _QUOTED_CHARACTERS = 80
 _UTF_16 = (b"\xff\xfe", b"\xfe\xff")  # what a file in UTF-16 starts with
 _HEADER_BYTES = 1 << 14
+_JSON_BYTES = 1 << 22  # of a file of JSON lines, which tell its columns
+_JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
+_BINARY_SUFFIXES: Mapping[str, Kind] = {
+    ".parquet": "parquet",
+    ".pq": "parquet",
+    ".arrow": "arrow",
+    ".feather": "arrow",
+    ".ipc": "arrow",
+    ".orc": "orc",
+}
+_STARTS: Mapping[bytes, tuple[str, Kind]] = {
+    b"PAR1": ("a Parquet", "parquet"),
+    b"ARROW1": ("an Arrow", "arrow"),
+    b"ORC": ("an ORC", "orc"),
+}
+_NO_PARTITION = "__HIVE_DEFAULT_PARTITION__"
 _NO_ROW = 1 << 20  # characters of a line that begins as JSON does, and that is then no row of a table
 
 
@@ -32,16 +52,23 @@ class Header:
     """What the beginning of a file says.
 
     Args:
-        names: Names of all columns; ``a.b`` for the field ``b`` of a Parquet structure ``a``.
+        names: Names of all columns in the file; ``a.b`` for the field ``b`` of a structure ``a``.
         num_lines: Lines at the top of a text file that are no rows: comments, empty ones, the header.
         left_out: Those of them that are neither empty nor the header: comments, and what ``skip_lines`` counts.
-        places: Where in a Parquet file each column is: the structures around it, and its own name.
+        places: Where each column is, unless the file is text: the structures around it, and its own name.
+        partitions: What the folders around the file say of all its rows; see :func:`partitions_of`.
     """
 
     names: Sequence[str]
     num_lines: int = 0
     left_out: Sequence[str] = ()
-    places: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    places: Mapping[str, Place] = field(default_factory=dict)
+    partitions: Mapping[str, str | None] = field(default_factory=dict)
+
+    @property
+    def columns(self) -> list[str]:
+        """Names of all columns that rows can be made of: those in the file, then those of the folders around it."""
+        return [*self.names, *(name for name in self.partitions if name not in self.names)]
 
 
 def read_header(path: Path, table: TableFormat) -> Header:
@@ -51,10 +78,11 @@ def read_header(path: Path, table: TableFormat) -> Header:
         FileNotFoundError: there is no such file.
         ValueError: the file is empty, or repeats a name, or cannot be read.
     """
-    if is_parquet(path, table):
-        with open_parquet(path) as file:
-            found = [".".join(place) for place in _leaves(file.schema_arrow)]
-            header = Header(found, places=dict(zip(found, _leaves(file.schema_arrow), strict=True)))
+    kind = kind_of(path, table)
+    if kind != "text":
+        found = _json_places(path, table) if kind == "json" else _typed_places(path, kind)
+        names = [".".join(place) for place in found]
+        header = Header(names, places=dict(zip(names, found, strict=True)))
     else:
         above, line = _first_line(path, table)
         left_out = [text for text in above if text.strip()]
@@ -65,30 +93,60 @@ def read_header(path: Path, table: TableFormat) -> Header:
     if twice := sorted({name for name in header.names if header.names.count(name) > 1}):
         where = "the first line names" if not header.places else "it has"
         raise ValueError(f"{path}: {where} column {', '.join(map(repr, twice))} more than once.")
-    return header
+    return replace(header, partitions=partitions_of(path))
 
 
-def _leaves(fields: Iterable[pa.Field], around: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
-    """The columns of a Parquet file, each with the structures around it.
+def partitions_of(path: Path) -> dict[str, str | None]:
+    """The columns that the names of the folders around a file say, as Hive, Spark and DuckDB write them.
 
-    >>> _leaves(pa.schema({"a": pa.struct({"b": pa.int64(), "c": pa.string()}), "d": pa.int64()}))
-    [('a', 'b'), ('a', 'c'), ('d',)]
+    ``None`` is a missing value. The innermost folder counts where two have one name.
+
+    >>> partitions_of(Path("days/day=2026-01-01/shop=a%20b/part-0.csv"))
+    {'day': '2026-01-01', 'shop': 'a b'}
     """
-    found: list[tuple[str, ...]] = []
-    for column in fields:
-        place = (*around, column.name)
-        found += _leaves(column.type, place) if pa.types.is_struct(column.type) else [place]
+    found: dict[str, str | None] = {}
+    for part in path.parts[:-1]:
+        name, is_one, value = part.partition("=")
+        if name and is_one and not name.startswith((".", "_")):
+            found[unquote(name)] = None if value == _NO_PARTITION else unquote(value)
     return found
 
 
-def leaf(batch: pa.RecordBatch, place: tuple[str, ...]) -> pa.Array:
-    """A column of a Parquet file; null where a structure around it is."""
-    return pc.struct_field(batch[place[0]], list(place[1:])) if len(place) > 1 else batch[place[0]]
+def _typed_places(path: Path, kind: Kind) -> list[Place]:
+    with open_records(path, kind) as file:
+        return file.leaves()
 
 
-def is_parquet(path: Path, table: TableFormat) -> bool:
-    """Whether the file is a Parquet file, by the schema or else by its suffix."""
-    return table.format == "parquet" if table.format else path.suffix.lower() in (".parquet", ".pq")
+def _json_places(path: Path, table: TableFormat) -> list[Place]:
+    """Those of the first rows: the members of later ones that these do not have are not read."""
+    start, more = b"", b""
+    with ByteSource(path, encoding=table.encoding) as stream:
+        try:
+            while b"\n" not in start.strip() and (more := stream.read(_JSON_BYTES)):
+                start += more
+        except OSError as error:
+            raise ValueError(f"{path}: the file is damaged ({error}).") from error
+    if start[:2] in _UTF_16 and "16" not in table.encoding:
+        raise ValueError(f"{path} is written in UTF-16. Write encoding: utf-16 in the schema.")
+    whole = start if len(more) < _JSON_BYTES else start[: start.rfind(b"\n") + 1] or start
+    if not (lines := [line for line in whole.removeprefix(codecs.BOM_UTF8).split(b"\n") if line.strip()]):
+        raise ValueError(f"{path} is empty.")
+    return find_places(lines, path)
+
+
+def kind_of(path: Path, table: TableFormat) -> Kind:
+    """How the file is written, by the schema or else by its suffix; a file of text may be compressed.
+
+    >>> [kind_of(Path(name), TableFormat()) for name in ("a.pq", "a.ndjson", "a.json.gz", "a.csv")]
+    ['parquet', 'json', 'json', 'text']
+    """
+    if (query := query_of(path)) is not None:
+        return query.database
+    if table.format is not None:
+        return table.format
+    suffix = path.suffix.lower()
+    inner = Path(path.stem).suffix.lower() if suffix in COMPRESSION else suffix
+    return "json" if inner in _JSON_SUFFIXES else _BINARY_SUFFIXES.get(suffix, "text")
 
 
 def separator_of(path: Path, table: TableFormat) -> str:
@@ -189,14 +247,20 @@ def _first_line(path: Path, table: TableFormat) -> tuple[list[str], str]:
             size *= 2
     if start[:2] in _UTF_16 and "16" not in table.encoding:
         raise ValueError(f"{path} is written in UTF-16. Write encoding: utf-16 in the schema.")
-    if start[:4] == b"PAR1":
-        raise ValueError(f"{path} is a Parquet file. Name it .parquet, or write format: parquet in the schema.")
+    refuse_binary(start, path)
     if num_above >= len(lines) or not start.strip():
         raise ValueError(f"{path} is empty.")
     names, line = table.column_names, lines[num_above]
     if names is None or len(_split_line(line, path, table)) != len(names):
         refuse_json(line, path)
     return lines[:num_above], line
+
+
+def refuse_binary(start: bytes, path: Path) -> None:
+    """Raise ``ValueError`` if a file of text starts as one of typed columns."""
+    for magic, (called, kind) in _STARTS.items():
+        if start.startswith(magic) and (magic != b"ORC" or b"\0" in start):  # which may begin the name of a column
+            raise ValueError(f"{path} is {called} file. Name it .{kind}, or write format: {kind} in the schema.")
 
 
 def refuse_json(line: str, path: Path) -> None:
@@ -206,9 +270,9 @@ def refuse_json(line: str, path: Path) -> None:
     """
     if _is_json(line.strip()):
         raise ValueError(
-            f"{path} is JSON, which is not read here. Make a table of it first: "
-            "pandas.read_json('in.jsonl', lines=True).to_parquet('out.parquet') for JSON lines, without lines=True for "
-            "a list."
+            f"{path} is JSON. If it has an object on each line, name it .jsonl, or write format: json in the schema. "
+            "If it is a list, make such a file of it first: pandas.read_json('in.json').to_json('out.jsonl', "
+            "orient='records', lines=True)."
         )
 
 

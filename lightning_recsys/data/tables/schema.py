@@ -32,7 +32,7 @@ KEYS = ["files", *FORMAT_KEYS, "label", "defaults", *FEATURES, "time", "ignore",
 class Schema:
     """A table of rows, and what its columns mean.
 
-    Read one with :meth:`from_yaml` or :meth:`from_dict`; ``docs/data.md`` lists the keys.
+    Read one with :meth:`from_yaml` or :meth:`from_dict`; ``docs/schema.md`` lists the keys.
 
     Args:
         files: For ``train``, ``validation`` and ``test`` the paths or globs of their files; ``predict`` names files
@@ -85,8 +85,8 @@ class Schema:
         LabelRule(self.label.rule)
         require(bool(self.files), "schema.files must name at least one file, such as files: {train: rows.csv}.")
         require(
-            bool(self.categorical or self.multi_valued),
-            "schema needs at least one column under categorical or multi_valued: the models embed them.",
+            any(getattr(self, key) for key in FEATURES),
+            f"schema needs at least one feature: a column under {', '.join(FEATURES)}.",
         )
         for key in FEATURES:
             for name, feature in getattr(self, key).items():

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import codecs
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeAlias
+
+from lightning_recsys.data.queries import Database
+
+Written: TypeAlias = Literal["text", "json", "parquet", "arrow", "orc"]
+"""How a file is written, as far as its suffix tells."""
+
+Kind: TypeAlias = Written | Database
+"""The same, and whose query makes a table."""
 
 COMMENT_MARKS = ("#", "%", "//")
 """What a line at the top of a text file starts with that is a comment; nothing else is a mark."""
@@ -21,7 +29,8 @@ class TableFormat:
     """How a file is written.
 
     Args:
-        format: ``text`` (CSV, TSV and the like, also compressed) or ``parquet``; by the file's suffix if absent.
+        format: ``text`` (CSV, TSV and the like, also compressed), ``json`` (an object a line, also compressed),
+            ``parquet``, ``arrow`` (Feather, too) or ``orc``; by the file's suffix if absent.
         separator: Between columns, one or more characters; a tab for ``.tsv`` and ``.tab``, else a comma, if absent.
         column_names: Names of all columns, where the file has no header line.
         skip_lines: Number of lines at the very top that are left out, whatever stands in them: a title, say.
@@ -37,7 +46,7 @@ class TableFormat:
         dates: Whether ``01/02/2026`` and ``01-02-2026`` are of February or of January; ``None`` where there are none.
     """
 
-    format: Literal["text", "parquet"] | None = None
+    format: Written | None = None
     separator: str | None = None
     column_names: tuple[str, ...] | None = None
     skip_lines: int = 0

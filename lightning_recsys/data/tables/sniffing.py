@@ -6,6 +6,7 @@ import csv
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
@@ -13,10 +14,19 @@ from typing import Any
 
 import pyarrow as pa
 
-from lightning_recsys.data.files import ByteSource, open_parquet, stored_bytes
+from lightning_recsys.data.files import ByteSource, stored_bytes
 from lightning_recsys.data.tables.columns import NUMBER
-from lightning_recsys.data.tables.reading import is_parquet, leaf, lines_of, read_header, refuse_json, separator_of
-from lightning_recsys.data.tables.schema_parts import COMMENT_MARKS, TableFormat
+from lightning_recsys.data.tables.json_lines import NotAnObjectError, parse_line, parse_lines
+from lightning_recsys.data.tables.reading import (
+    kind_of,
+    lines_of,
+    read_header,
+    refuse_binary,
+    refuse_json,
+    separator_of,
+)
+from lightning_recsys.data.tables.record_files import leaf, open_records
+from lightning_recsys.data.tables.schema_parts import COMMENT_MARKS, Kind, TableFormat
 
 _SEPARATORS = ("\t", "::", ",", ";", "|")
 _LAST = (" ",)  # as R writes it; where none of the others fits, because it stands between words, too
@@ -33,9 +43,9 @@ class Sniffed:
 
     Args:
         table: How it is written.
-        columns: Its columns in the sample, as strings; ``None`` for a Parquet null.
+        columns: Its columns in the sample, as strings; ``None`` for a null of Parquet or JSON.
         num_rows: Number of its rows; by its size, where the sample is not all of a text file.
-        kinds: The types of the columns of a Parquet file.
+        kinds: The types of the columns of a file that has such.
     """
 
     table: TableFormat
@@ -44,20 +54,28 @@ class Sniffed:
     kinds: Mapping[str, pa.DataType] = field(default_factory=dict)
 
 
-def sniff(path: Path) -> Sniffed:
+def sniff(path: Path, num_rows: int = _SAMPLE_ROWS) -> Sniffed:
     """Look at the first rows of a file.
+
+    Args:
+        path: The file.
+        num_rows: How many rows of a text file to look at, at most; fewer where its first bytes hold fewer.
 
     Raises:
         FileNotFoundError: there is no such file.
         ValueError: the file is empty, or is no table.
     """
-    if is_parquet(path, TableFormat()):
-        return _sample_parquet(path)
+    kind = kind_of(path, TableFormat())
+    if kind not in ("text", "json"):
+        return _sample_records(path, kind)
     text, encoding, share = _decode(path)
     numbered = [(number, line) for number, line in enumerate(lines_of(text)) if line.strip()]
     if not numbered:
         raise ValueError(f"{path} is empty.")
-    left_out, numbered = len(numbered[_SAMPLE_ROWS:]), numbered[:_SAMPLE_ROWS]
+    if kind == "json" or _is_object(numbered[0][1]):
+        table = TableFormat(format=None if kind == "json" else "json", encoding=encoding)
+        return _sample_json(path, table, [line for _, line in numbered], num_rows, share)
+    left_out, numbered = len(numbered[num_rows:]), numbered[:num_rows]
     places, lines = zip(*numbered, strict=True)
     refuse_json(lines[0], path)
     separator, num_columns = _separator(path, list(lines[:_SEPARATOR_ROWS]))
@@ -153,8 +171,7 @@ def _decode(path: Path) -> tuple[str, str, float]:
         start = start[: start.rfind(b"\n")]  # leave out the line that was cut off
     if start[:2] in (b"\xff\xfe", b"\xfe\xff"):
         return start[: len(start) // 2 * 2].decode("utf-16"), "utf-16", share
-    if start[:4] == b"PAR1":
-        raise ValueError(f"{path} is a Parquet file: name it .parquet.")
+    refuse_binary(start, path)
     try:
         return start.decode("utf-8-sig"), "utf-8", share
     except UnicodeDecodeError:
@@ -162,8 +179,12 @@ def _decode(path: Path) -> tuple[str, str, float]:
 
 
 def _separator(path: Path, lines: list[str]) -> tuple[str, int]:
-    """The separator that cuts most lines into the same number of columns, and that number."""
-    found: list[tuple[int, str]] = []
+    """The separator that cuts most lines into the same number of columns, and that number.
+
+    Lists of one length within a column are cut evenly as well, and often into more columns: of several separators, one
+    that cuts the first line so, too, goes before the others.
+    """
+    found: list[tuple[bool, int, str]] = []
     for separator in (*_SEPARATORS, *_LAST):
         if found and separator in _LAST:
             break
@@ -171,13 +192,14 @@ def _separator(path: Path, lines: list[str]) -> tuple[str, int]:
         num_columns, count = _usual_width(rows)
         told = len(rows) == len(lines) or count >= _TELLING  # few rows of many lines may be what a stray quote makes
         if told and num_columns > 1 and count >= _STEADY * (len(rows) - 1):  # one line may be a remark
-            found.append((num_columns, separator))
+            first = len(rows[0])
+            found.append((first > 1 and num_columns - first in (0, 1), num_columns, separator))  # 1: a short header
     if not found:
         raise ValueError(
             f"{path}: none of {', '.join(map(repr, _SEPARATORS + _LAST))} cuts the first lines into equally many "
             "columns. Write the schema by hand, with its separator."
         )
-    num_columns, separator = max(found, key=lambda option: option[0])
+    _, num_columns, separator = max(found, key=lambda option: option[:2])
     return separator, num_columns
 
 
@@ -233,19 +255,39 @@ def told_apart(names: list[str]) -> list[str]:
     return found
 
 
-def _sample_parquet(path: Path) -> Sniffed:
+def _sample_records(path: Path, kind: Kind) -> Sniffed:
     """Lists become strings joined by a bar, as they might stand in a text file."""
     places = read_header(path, TableFormat()).places
-    with open_parquet(path) as file:
-        sample = next(file.iter_batches(batch_size=_SAMPLE_ROWS, use_threads=False), None)
-        if sample is None:
+    with open_records(path, kind) as file:
+        parts, num_rows, num_bytes, share = list[pa.RecordBatch](), 0, 0, 1.0
+        for _, batch, done in file.batches(_SAMPLE_ROWS):
+            parts.append(batch)
+            num_rows, num_bytes, share = num_rows + len(batch), num_bytes + batch.nbytes, done
+            if num_rows >= _SAMPLE_ROWS or num_bytes > _SAMPLE_BYTES:
+                break
+        if not num_rows:
             raise ValueError(f"{path} has no rows.")
-        if sample.nbytes > _SAMPLE_BYTES:  # as of text: vectors and long lists are dear as objects of Python
-            sample = sample.slice(0, max(1, len(sample) * _SAMPLE_BYTES // sample.nbytes))
-        columns = {name: leaf(sample, place) for name, place in places.items()}
-        words = {name: list(map(_as_string, column.to_pylist())) for name, column in columns.items()}
-        kinds = {name: column.type for name, column in columns.items()}
-        return Sniffed(TableFormat(), words, file.metadata.num_rows, kinds)
+        # Of bytes as many as of text: vectors and long lists are dear as objects of Python.
+        sample = min(_SAMPLE_ROWS, num_rows, max(1, num_rows * _SAMPLE_BYTES // max(num_bytes, 1)))
+        columns = {name: pa.chunked_array([leaf(x, place) for x in parts])[:sample] for name, place in places.items()}
+        return _of_typed(TableFormat(), columns, round(num_rows / share))
+
+
+def _is_object(line: str) -> bool:
+    """Whether a line is a JSON object as a whole."""
+    with suppress(NotAnObjectError):
+        return line.lstrip()[:1] == "{" and bool(parse_line(line))
+    return False
+
+
+def _sample_json(path: Path, table: TableFormat, lines: Sequence[str], num_rows: int, share: float) -> Sniffed:
+    columns, _ = parse_lines(lines[:num_rows], read_header(path, table).places)
+    return _of_typed(table, columns, round(len(lines) / share))
+
+
+def _of_typed(table: TableFormat, columns: Mapping[str, pa.Array | pa.ChunkedArray], num_rows: int) -> Sniffed:
+    words = {name: list(map(_as_string, column.to_pylist())) for name, column in columns.items()}
+    return Sniffed(table, words, num_rows, {name: column.type for name, column in columns.items()})
 
 
 def _as_string(value: object) -> str | None:

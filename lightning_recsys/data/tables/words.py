@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import datetime as dt
+import json
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -45,6 +47,43 @@ def as_words(values: pa.ChunkedArray) -> pa.ChunkedArray:
         return values
     make = next((make for is_a, make in _KINDS if is_a(kind)), _cast)
     return make(values)
+
+
+def typed_array(values: Sequence[Any]) -> pa.Array:
+    """Values of one type, as Python has them, as what a Parquet file could have as well.
+
+    Raises:
+        pyarrow.ArrowInvalid: they are of several types. ``pyarrow.ArrowTypeError`` may be raised, too.
+    """
+    try:
+        return pa.array(values)
+    except OverflowError:  # of ids of 64 bits without sign
+        return pa.array([value if value is None else str(value) for value in values], pa.string())
+
+
+def mixed_words(values: Sequence[Any]) -> list[Any]:
+    """Each value as the text that it is in a column where all are of its kind; lists, which have none, as JSON.
+
+    Raises:
+        TypeError: one is a mapping.
+
+    >>> mixed_words([1e-05, 2.0, True, "a", None, 3])
+    ['0.00001', '2', '1', 'a', None, '3']
+    """
+    words = list(values)
+    for kind in set(map(type, values)) - {str, type(None)}:
+        places = [place for place, value in enumerate(values) if type(value) is kind]
+        some = [values[place] for place in places]
+        if kind in (list, tuple):
+            found = [json.dumps(value) for value in some]
+        else:
+            array = pa.chunked_array([typed_array(some)])
+            if pa.types.is_nested(array.type):
+                raise TypeError("they are nested")
+            found = as_words(array).to_pylist()
+        for place, word in zip(places, found, strict=True):
+            words[place] = word
+    return words
 
 
 def tidy_words(words: pa.StringArray, *, strip: bool, missing: Sequence[str]) -> pa.StringArray:

@@ -15,12 +15,14 @@ from lightning_recsys.data.tables.schema import FEATURES, KEYS
 from lightning_recsys.data.tables.schema_parts import Label
 
 ROOT = Path(__file__).parents[3]
-TEXT = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
+DATA, SCHEMA, FILES = (
+    (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8") for page in ("data", "schema", "data_files")
+)
 
 
-def table_after(heading: str, *, number: int = 0) -> list[list[str]]:
+def table_after(heading: str, *, page: str, number: int = 0) -> list[list[str]]:
     """Cells of a table below a heading."""
-    section = re.split(r"^## ", TEXT.split(f"\n## {heading}\n")[1], flags=re.MULTILINE)[0]
+    section = re.split(r"^## ", page.split(f"\n## {heading}\n")[1], flags=re.MULTILINE)[0]
     tables = re.findall(r"(?:^\|.*\n)+", section, flags=re.MULTILINE)
     rows = [re.split(r"(?<!\\)\|", line)[1:-1] for line in tables[number].splitlines()[2:]]
     return [[cell.strip() for cell in row] for row in rows]
@@ -31,13 +33,13 @@ def names(cell: str) -> list[str]:
 
 
 def test_docs_when_they_list_the_keys_of_a_schema_then_list_them_all():
-    assert [names(row[0])[0] for row in table_after("The schema, key by key")] == KEYS
+    assert [names(row[0])[0] for row in table_after("The schema, key by key", page=SCHEMA)] == KEYS
 
 
 def test_docs_when_they_list_the_options_of_a_column_then_list_them_all_with_their_defaults():
     listed = {
         (kind, names(option)[0]): default
-        for kinds, option, default, _ in table_after("The schema, key by key", number=1)
+        for kinds, option, default, _ in table_after("The schema, key by key", page=SCHEMA, number=1)
         for kind in names(kinds)
     }
     expected = {}
@@ -51,7 +53,7 @@ def test_docs_when_they_list_the_options_of_a_column_then_list_them_all_with_the
         assert (shown or None) == (expected[key] or None)
 
 
-@pytest.mark.parametrize("block", re.findall(r"```yaml\n(.*?)```", TEXT, flags=re.DOTALL))
+@pytest.mark.parametrize("block", re.findall(r"```yaml\n(.*?)```", DATA + SCHEMA + FILES, flags=re.DOTALL))
 def test_docs_when_they_show_a_schema_then_it_can_be_read(block):
     if block.startswith(("split:", "joins:")):  # parts of one
         for part in re.findall(r"^split:.*$", block, flags=re.MULTILINE) or [block]:
@@ -68,7 +70,7 @@ def test_docs_when_they_show_a_schema_then_it_can_be_read(block):
 
 
 def test_docs_when_they_describe_synthetic_data_then_describe_every_argument():
-    listed = [name for row in table_after("Synthetic clicks") for name in names(row[0])]
+    listed = [name for row in table_after("Synthetic clicks", page=DATA) for name in names(row[0])]
     arguments = set(inspect.signature(SyntheticDataModule.__init__).parameters) - {"self"}
     assert set(listed) == arguments - {"batch_size", "seed", "drop_last"}
 

@@ -200,10 +200,10 @@ def test_guess_when_the_label_is_named_then_a_rule_fits_its_values(tmp_path, val
     assert_loads(schema, tmp_path, 200)
 
 
-def test_guess_when_all_features_are_numbers_then_repeated_whole_ones_are_ids(tmp_path):
+def test_guess_when_all_features_are_numbers_then_they_stay_numbers_and_load(tmp_path):
     rows = [[str(CLICKS[i]), str(i % 30), f"{i / 7:.3f}"] for i in range(300)]
     schema = guess_schema(write(tmp_path / "rows.csv", [["click", "a", "b"], *rows]))
-    assert {name: feature.column for name, feature in schema.categorical.items()} == {"a_id": "a"}
+    assert not schema.categorical
     assert set(schema.dense) == {"a", "b"}
     assert_loads(schema, tmp_path, 300)
 
@@ -232,10 +232,10 @@ def test_guess_when_it_cannot_then_says_why(tmp_path, content, label, message):
 LONG = "[" + ", ".join(['{"click": 1, "user": "a"}'] * 50_000) + "\n"
 
 
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.txt"])
 @pytest.mark.parametrize(
     "text",
     [
-        '{"click": 1, "user": "a"}\n' * 9,
         '[{"click": 1}]',
         '[\n  {\n"click": 1\n  }\n]\n',
         '[{\n"click": 1\n}]\n',
@@ -243,16 +243,14 @@ LONG = "[" + ", ".join(['{"click": 1, "user": "a"}'] * 50_000) + "\n"
         '[{"click": 1, "user": "a"},\n{"click": 0, "user": "b"}]\n',
         LONG,
     ],
-    ids=range(7),
+    ids=range(6),
 )
-def test_file_when_it_is_json_then_the_guess_and_the_reading_say_what_to_do(tmp_path, text):
-    path = tmp_path / "rows.jsonl"
+def test_file_when_it_is_json_but_not_of_lines_then_the_guess_and_the_reading_say_what_to_do(tmp_path, text, name):
+    path = tmp_path / name
     path.write_text(text)
     schema = {"files": str(path), "label": "click", "categorical": ["user"]}
     for read in (lambda: guess_schema(path), lambda: TabularDataModule(schema=schema).setup()):
-        with pytest.raises(
-            ValueError, match=r"rows\.jsonl is JSON, which is not read here\. Make a table of it first: "
-        ):
+        with pytest.raises(ValueError, match=rf"{name} is JSON.*pandas\.read_json\('in\.json'\)\.to_json\("):
             read()
 
 
@@ -343,16 +341,24 @@ def test_guess_when_prices_repeat_and_no_column_is_a_category_then_they_stay_num
     rng = random.Random(0)
     rows = [f"{CLICKS[i]},{rng.randrange(1, 800)},{rng.randrange(5001) / 100:.2f}" for i in range(20_000)]
     schema = guess_of(tmp_path, "click,customer,price", rows)
-    assert {name: feature.column for name, feature in schema.categorical.items()} == {"customer_id": "customer"}
+    assert not schema.categorical
     assert set(schema.dense) == {"customer", "price"}
 
 
-def test_guess_when_there_are_only_fractions_then_says_that_a_category_is_missing(tmp_path):
+def test_guess_when_there_are_only_fractions_then_all_are_dense(tmp_path):
     rng = random.Random(0)
     rows = [f"{CLICKS[i]},{rng.random():.9f},{rng.randrange(5001) / 100:.2f}" for i in range(400)]
     path = tmp_path / "rows.csv"
     path.write_text("\n".join(["click,v1,amount", *rows]))
-    with pytest.raises(ValueError, match=r"no column looks like a category.*amount, v1 have the fewest values"):
+    schema = guess_schema(path, label="click")
+    assert set(schema.dense) == {"v1", "amount"}
+    assert not schema.categorical
+
+
+def test_guess_when_no_column_can_be_a_feature_then_says_why(tmp_path):
+    path = tmp_path / "rows.csv"
+    path.write_text("\n".join(["click,site", *(f"{CLICKS[i]},same" for i in range(100))]))
+    with pytest.raises(ValueError, match=r"rows\.csv: no column can be a feature\. site: "):
         guess_schema(path, label="click")
 
 
@@ -503,3 +509,42 @@ def test_items_when_each_has_brackets_of_its_own_then_they_are_kept(tmp_path, pa
     data.setup()
     assert set(data.schema.multi_valued) == {"tags"}
     assert set(data.encoding.vocabularies["tags"].to_pylist()) == set(vocabulary)
+
+
+# --- Lists of one length ---------------------------------------------------------------------------------------------
+
+
+def listed_rows(separator: str, length: int) -> list[str]:
+    """A header and rows whose lists have as many words each; hardly two lists are equal."""
+    drawn = random.Random(0)
+    words = [f"w{i}" for i in range(40)]
+    rows = [
+        f"{drawn.randint(1, 9)},{separator.join(drawn.sample(words, length))},{drawn.randint(0, 1)}" for _ in range(600)
+    ]
+    return ["age,words,clicked", *rows]
+
+
+@pytest.mark.parametrize("separator", ["|", ";"])
+@pytest.mark.parametrize("length", [4, 8])
+def test_guess_when_every_row_has_a_list_of_one_length_then_it_is_a_list_and_no_columns(tmp_path, separator, length):
+    path = tmp_path / "rows.csv"
+    path.write_text("\n".join(listed_rows(separator, length)))
+    schema = guess_schema(path, label="clicked")
+    assert schema.table.separator is None  # the comma, as of any .csv
+    assert schema.multi_valued["words"].separator == separator
+
+
+def test_guess_when_the_header_of_such_a_table_lacks_a_name_then_the_same(tmp_path):
+    header, *rows = listed_rows("|", 8)
+    path = tmp_path / "rows.csv"
+    path.write_text("\n".join([header, *(f"{number},{row}" for number, row in enumerate(rows))]))
+    schema = guess_schema(path, label="clicked")
+    assert schema.table.separator is None
+    assert schema.table.column_names == ("column_1", "age", "words", "clicked")
+
+
+def test_guess_when_sentences_never_come_twice_then_they_are_no_lists(tmp_path):
+    header, *rows = listed_rows(" ", 8)
+    path = tmp_path / "rows.csv"
+    path.write_text("\n".join([header, *rows]))
+    assert "words" in guess_schema(path, label="clicked").ignore

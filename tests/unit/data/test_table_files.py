@@ -76,8 +76,8 @@ def all_rows(data: TabularDataModule, split: str = "train") -> Batch:
 
 PARTS = {
     "c.csv": csv(ROWS[30:]),
-    "b/day=1/b.csv": csv(ROWS[20:30]),
-    "b/day=1/_SUCCESS": b"",
+    "b/one/b.csv": csv(ROWS[20:30]),
+    "b/one/_SUCCESS": b"",
     "b/_temporary/0/b.csv": csv(ROWS),
     "a.csv": csv(ROWS[:20]),
     "__MACOSX/._a.csv": b"\0\1junk",
@@ -93,7 +93,7 @@ def test_rows_when_files_lie_in_an_archive_or_folder_then_are_those_of_the_files
     for pattern in (name, *([f"{name}/*", f"{name}/**"] if name == "rows" else [])):
         files = find_files(pattern, root=tmp_path)
         inside = [path.relative_to(tmp_path / name).as_posix() for path in files]
-        assert inside == ["a.csv", "b/day=1/b.csv", "c.csv"]
+        assert inside == ["a.csv", "b/one/b.csv", "c.csv"]
 
 
 def test_folder_when_something_in_it_cannot_be_read_then_is_refused(tmp_path):
@@ -269,7 +269,7 @@ def test_rows_when_a_file_in_an_archive_changes_then_are_prepared_anew(tmp_path)
     assert len(ages(tmp_path, "rows.zip")) == 40
     pack(tmp_path / "rows.zip", {**PARTS, "d.csv": csv(["1,7,u"])})
     assert len(ages(tmp_path, "rows.zip")) == 41
-    assert list(members(tmp_path / "rows.zip")) == ["a.csv", "b/day=1/b.csv", "c.csv", "d.csv"]
+    assert list(members(tmp_path / "rows.zip")) == ["a.csv", "b/one/b.csv", "c.csv", "d.csv"]
 
 
 def test_side_table_when_in_an_archive_then_is_read_and_must_be_one(tmp_path):

@@ -1,0 +1,78 @@
+"""Tables in memory (pandas, polars, PyArrow, whatever else speaks Arrow) as files that are named by their content."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.ipc as ipc
+from pyarrow.interchange import from_dataframe
+
+_BATCH_ROWS = 1 << 16
+_KEPT_SECONDS = 7 * 24 * 3600.0  # since a file was last used
+_PRIVATE = 0o700  # as the rows that are made of it
+
+
+def frame_file(frame: Any, folder: Path) -> Path:
+    """Write a table into a file, unless a file with this content is there.
+
+    A file stays as it is for as long as it is used, its time of change too, so that rows that were prepared from it are
+    found again. Files that were not asked for in a week are removed.
+
+    Args:
+        frame: A table with ``__arrow_c_stream__`` or ``__dataframe__``, such as one of pandas, polars or PyArrow.
+        folder: Where the files are; made if it is not there.
+
+    Raises:
+        TypeError: it is no table.
+        ValueError: a column has a type that Arrow does not know, such as words and numbers in one.
+    """
+    reader = _reader(frame)
+    folder.mkdir(_PRIVATE, parents=True, exist_ok=True)
+    descriptor, name = tempfile.mkstemp(dir=folder, suffix=".part")
+    unfinished = Path(name)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            options = ipc.IpcWriteOptions(compression="lz4")
+            with ipc.new_file(file, reader.schema.remove_metadata(), options=options) as writer:
+                for batch in reader:
+                    plain = batch.replace_schema_metadata(None)
+                    for start in range(0, len(plain), _BATCH_ROWS):
+                        writer.write_batch(plain.slice(start, _BATCH_ROWS))
+        with unfinished.open("rb") as written:
+            digest = hashlib.file_digest(written, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+        path = folder / f"{digest}.arrow"
+        with suppress(FileExistsError):
+            os.link(unfinished, path)  # which, other than a rename, leaves a file that another process has just made
+    finally:
+        unfinished.unlink(missing_ok=True)
+    os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
+    _remove_unused(folder)
+    return path
+
+
+def _reader(frame: Any) -> pa.RecordBatchReader:
+    try:
+        if hasattr(frame, "__arrow_c_stream__"):
+            return pa.RecordBatchReader.from_stream(frame)
+        if hasattr(frame, "__dataframe__"):
+            return from_dataframe(frame).to_reader()
+    except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError) as error:
+        raise ValueError(f"the frame cannot be made a table of Arrow: {error}. Give each column one type.") from error
+    raise TypeError(
+        "from_frame takes a table of pandas, polars, PyArrow or another library that has __arrow_c_stream__ or "
+        f"__dataframe__, got {type(frame).__name__}."
+    )
+
+
+def _remove_unused(folder: Path) -> None:
+    for path in [*folder.glob("*.arrow"), *folder.glob("*.part")]:
+        with suppress(OSError):
+            if time.time() - path.stat().st_atime > _KEPT_SECONDS:
+                path.unlink()

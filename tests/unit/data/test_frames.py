@@ -1,0 +1,145 @@
+"""Tables in memory: the batches of a file with the same rows, prepared once."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pytest
+import torch
+
+from lightning_recsys.data import TabularDataModule
+from lightning_recsys.data.frames import frame_file
+from lightning_recsys.data.tables.guessing import guess_schema
+
+SCHEMA = {
+    "label": "clicked",
+    "dense": ["price"],
+    "categorical": ["user", "shop"],
+    "multi_valued": ["tags"],
+    "split": {"validation": 0, "test": 0},
+}
+
+
+def rows(num_rows: int = 300, seed: int = 0) -> pd.DataFrame:
+    draw = np.random.default_rng(seed)
+    return pd.DataFrame(
+        {
+            "clicked": draw.integers(0, 2, num_rows),
+            "user": [f"u{i}" for i in draw.integers(0, 30, num_rows)],
+            "shop": draw.integers(0, 20, num_rows),
+            "price": [None if x < 0.1 else round(x, 3) for x in draw.random(num_rows)],
+            "tags": [[f"t{i}" for i in draw.integers(0, 9, n)] for n in draw.integers(0, 4, num_rows)],
+        }
+    )
+
+
+class Exchanged:
+    """A table of a library that pyarrow does not know."""
+
+    def __init__(self, table: pa.Table) -> None:
+        self._table = table
+
+    def __dataframe__(self, **options: object) -> object:
+        return self._table.__dataframe__(**options)
+
+
+def polars(frame: pd.DataFrame) -> object:
+    found = pytest.importorskip("polars", reason="polars is not installed")
+    return found.from_dict({name: frame[name].tolist() for name in frame}, strict=False).fill_nan(None)
+
+
+FRAMES = {
+    "pandas": lambda frame: frame,
+    "table": lambda frame: pa.Table.from_pandas(frame),
+    "reader": lambda frame: pa.Table.from_pandas(frame).to_reader(max_chunksize=50),
+    "polars": polars,
+}
+
+
+def batch(data: TabularDataModule, split: str = "train"):
+    data.setup()
+    found = data.rows(split)
+    return found.take(torch.arange(len(found)))
+
+
+def of_text(frame: pd.DataFrame, folder: Path, **change) -> TabularDataModule:
+    frame.assign(tags=frame["tags"].map("|".join)).to_csv(folder / "rows.csv", index=False)
+    schema = SCHEMA | {"files": "rows.csv"} | change
+    return TabularDataModule(schema=schema, root=folder, cache=folder / "cache")
+
+
+@pytest.mark.parametrize("kind", FRAMES)
+def test_frame_when_read_then_makes_the_batches_of_a_file_with_its_rows(tmp_path, kind):
+    data = TabularDataModule.from_frame(FRAMES[kind](rows()), schema=SCHEMA, cache=tmp_path / "cache")
+    found, expected = batch(data), batch(of_text(rows(), tmp_path))
+    assert found.sparse.values.tolist() == expected.sparse.values.tolist()
+    assert found.dense.tolist() == expected.dense.tolist()
+    assert found.labels.tolist() == expected.labels.tolist()
+    (account,) = data.rows_read.values()
+    assert account == {"rows": 300, "used": 300, "skipped": 0, "comments": 0}
+
+
+def test_frame_when_it_has_the_older_protocol_then_is_read(tmp_path):
+    table = pa.Table.from_pandas(rows().drop(columns="tags"))
+    schema = SCHEMA | {"multi_valued": []}
+    data = TabularDataModule.from_frame(Exchanged(table), schema=schema, cache=tmp_path / "cache")
+    expected = batch(of_text(rows(), tmp_path, multi_valued=[]))
+    assert batch(data).sparse.values.tolist() == expected.sparse.values.tolist()
+
+
+def test_frame_when_the_schema_is_guessed_then_is_that_of_a_file_with_its_rows(tmp_path):
+    rows().assign(tags=rows()["tags"].map("|".join)).to_csv(tmp_path / "rows.csv", index=False)
+    expected = guess_schema(tmp_path / "rows.csv", "clicked")
+    data = TabularDataModule.from_frame(rows(), label="clicked", cache=tmp_path / "cache", batch_size=50)
+    assert (list(data.schema.dense), list(data.schema.categorical)) == (
+        list(expected.dense),
+        list(expected.categorical),
+    )
+    assert len(next(iter(data.train_dataloader()))) == 50
+
+
+def test_frames_when_there_are_further_ones_then_are_the_other_splits(tmp_path):
+    given = {"validation": rows(40, 1), "test": rows(50, 2), "predict": rows(60, 3).drop(columns="clicked")}
+    data = TabularDataModule.from_frame(rows(), schema=SCHEMA, cache=tmp_path / "cache", **given)
+    data.setup()
+    sizes = {split: len(data.rows(split)) for split in ("train", *given)}
+    assert sizes == {"train": 300, "validation": 40, "test": 50, "predict": 60}
+
+
+def test_frame_when_its_content_is_the_same_then_is_prepared_once(tmp_path):
+    folders = []
+    for frame in (rows(), rows().copy(), rows(seed=1)):
+        data = TabularDataModule.from_frame(frame, schema=SCHEMA, cache=tmp_path)
+        data.setup()
+        folders.append(data.folder("train")[0])
+    assert folders[0] == folders[1] != folders[2]
+    assert len(list((tmp_path / "frames").iterdir())) == 2
+
+
+def test_frame_when_it_was_not_asked_for_in_a_week_then_its_copy_goes(tmp_path):
+    old = frame_file(rows(), tmp_path)
+    assert frame_file(rows(), tmp_path) == old
+    os.utime(old, (time.time() - 8 * 24 * 3600, old.stat().st_mtime))
+    new = frame_file(rows(seed=1), tmp_path)
+    assert list(tmp_path.iterdir()) == [new]
+
+
+def test_frame_when_it_has_an_index_then_that_is_a_column_where_it_says_something(tmp_path):
+    schema = SCHEMA | {"categorical": ["user"], "multi_valued": []}
+    data = TabularDataModule.from_frame(rows().set_index("user"), schema=schema, cache=tmp_path / "cache")
+    assert batch(data).sparse.values.tolist() == batch(of_text(rows(), tmp_path, **schema)).sparse.values.tolist()
+
+
+def test_frame_when_it_is_none_or_has_a_column_of_several_types_then_says_so(tmp_path):
+    with pytest.raises(TypeError, match=r"__arrow_c_stream__ or __dataframe__, got dict"):
+        TabularDataModule.from_frame({"clicked": [1]}, cache=tmp_path)
+    mixed = pd.DataFrame({"clicked": [0, 1], "user": pd.Series(["a", 1], dtype=object)})
+    with pytest.raises(ValueError, match=r"cannot be made a table of Arrow: .*Give each column one type"):
+        TabularDataModule.from_frame(mixed, label="clicked", cache=tmp_path)
+    with pytest.raises(ValueError, match="with schema=, name them in it"):
+        TabularDataModule.from_frame(rows(), label="clicked", schema=SCHEMA, cache=tmp_path)
