@@ -218,6 +218,8 @@ class SparseFeatures:
         Args:
             starts_F: That number, int64 ``[F]``: the first row of the feature's table where several lie in one tensor.
         """
+        if not self.keys:
+            return self.values  # there are none, and torch cannot tell the shape of nothing
         starts_F = starts_F.to(self.device)
         if self.is_single_hot:
             return (self.values.view(len(self.keys), -1) + starts_F.unsqueeze(1)).view(-1)
@@ -280,6 +282,15 @@ def find(tree: Any, kind: type[T]) -> Iterator[T]:
     elif is_dataclass(tree) and not isinstance(tree, type):
         for part in fields(tree):
             yield from find(getattr(tree, part.name), kind)
+
+
+def same_ids(one: SparseFeatures, other: SparseFeatures) -> bool:
+    """Whether two batches look up the same rows, features in the same order."""
+    if one.values is other.values and one.lengths is other.lengths and one.offsets is other.offsets:
+        return True
+    if one.is_single_hot != other.is_single_hot or not torch.equal(one.values, other.values):
+        return False
+    return one.is_single_hot or torch.equal(one.bag_offsets(), other.bag_offsets())
 
 
 def _interleave(parts: Sequence[Sequence[Tensor]]) -> Tensor:

@@ -16,9 +16,11 @@ from lightning_recsys.models.layers import (
     Normalization,
     begin,
     check_dense,
-    field_embeddings,
+    check_features,
     flatten_inputs,
+    optional_embeddings,
     partition_parts,
+    pooled_embeddings,
 )
 
 
@@ -49,7 +51,7 @@ class DCN(nn.Module):
         - output: logits ``[B]``.
 
     Raises:
-        ValueError: there is no field, no cross layer or no hidden layer, or an option is not one of the above.
+        ValueError: there is no feature, no cross layer or no hidden layer, or an option is not one of the above.
 
     Reference: Wang et al. 2017, Deep & Cross Network for Ad Click Predictions.
     Differs from the paper: all embeddings have one width.
@@ -70,8 +72,10 @@ class DCN(nn.Module):
         **options: Unpack[EmbeddingOptions],
     ) -> None:
         super().__init__()
+        check_features(num_dense, fields)
         self.num_dense = num_dense
-        self.embeddings = field_embeddings(fields, embedding_dim, **options)
+        self.embedding_dim = embedding_dim
+        self.embeddings = optional_embeddings(fields, embedding_dim, **options)
         self.drop = EmbeddingDropout(embedding_dropout, len(fields)) if embedding_dropout else None
         in_features = len(fields) * embedding_dim + num_dense
         self.cross = CrossNetwork(in_features, num_cross_layers, embedding_dim=embedding_dim, num_dense=num_dense)
@@ -92,7 +96,7 @@ class DCN(nn.Module):
     def forward(self, dense: Tensor, sparse: SparseFeatures) -> Tensor:
         """Logits; see the class for shapes."""
         check_dense(dense, self.num_dense)
-        embeddings = self.embeddings(sparse)
+        embeddings = pooled_embeddings(self.embeddings, dense, sparse, self.embedding_dim)
         if self.drop is not None:
             embeddings = self.drop(embeddings)
         deep = begin(self.deep, dense, embeddings)

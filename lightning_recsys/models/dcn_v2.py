@@ -17,8 +17,10 @@ from lightning_recsys.models.layers import (
     InputWeights,
     Normalization,
     check_dense,
-    field_embeddings,
+    check_features,
     flatten_inputs,
+    optional_embeddings,
+    pooled_embeddings,
 )
 
 Structure = Literal["parallel", "stacked"]
@@ -53,7 +55,7 @@ class DCNv2(nn.Module):
         - output: logits ``[B]``.
 
     Raises:
-        ValueError: there is no field, no cross layer or no hidden layer, or an option is not one of the above.
+        ValueError: there is no feature, no cross layer or no hidden layer, or an option is not one of the above.
 
     Reference: Wang et al. 2021, DCN V2: Improved Deep & Cross Network and Practical Lessons for Web-scale Learning to
     Rank Systems.
@@ -79,9 +81,11 @@ class DCNv2(nn.Module):
         super().__init__()
         if structure not in get_args(Structure):
             raise ValueError(f"model.structure must be one of {list(get_args(Structure))}, got {structure!r}.")
+        check_features(num_dense, fields)
         self.num_dense = num_dense
         self.is_low_rank = rank is not None
-        self.embeddings = field_embeddings(fields, embedding_dim, **options)
+        self.embedding_dim = embedding_dim
+        self.embeddings = optional_embeddings(fields, embedding_dim, **options)
         self.drop = EmbeddingDropout(embedding_dropout, len(fields)) if embedding_dropout else None
         self.gather = FieldGather(len(fields), embedding_dim)
         in_features = len(fields) * embedding_dim + num_dense
@@ -107,7 +111,8 @@ class DCNv2(nn.Module):
 
         With full cross matrices these are the embeddings alone, which each process then gathers from all others.
         """
-        self.embeddings.partition(fields)
+        if self.embeddings is not None:
+            self.embeddings.partition(fields)
         if self.drop is not None:
             self.drop.partition(fields, group)
         if not self.is_low_rank:
@@ -121,7 +126,7 @@ class DCNv2(nn.Module):
     def forward(self, dense: Tensor, sparse: SparseFeatures) -> Tensor:
         """Logits; see the class for shapes."""
         check_dense(dense, self.num_dense)
-        embeddings = self.embeddings(sparse)
+        embeddings = pooled_embeddings(self.embeddings, dense, sparse, self.embedding_dim)
         if self.drop is not None:
             embeddings = self.drop(embeddings)
         embeddings = self.gather(embeddings)

@@ -15,8 +15,9 @@ from lightning_recsys.models.layers import (
     FMSecondOrder,
     Normalization,
     begin,
-    field_embeddings,
+    optional_embeddings,
     partition_parts,
+    pooled_embeddings,
 )
 
 
@@ -45,7 +46,7 @@ class DeepFM(nn.Module):
         - output: logits ``[B]``.
 
     Raises:
-        ValueError: there is no field or no hidden layer, or an option is not one of the above.
+        ValueError: there is no feature or no hidden layer, or an option is not one of the above.
 
     Reference: Guo et al. 2017, DeepFM: A Factorization-Machine based Neural Network for CTR Prediction.
     Differs from the paper: the deep part gets a numeric feature as its value, not as a multiple of its vector. The
@@ -67,7 +68,8 @@ class DeepFM(nn.Module):
     ) -> None:
         super().__init__()
         self.first_order = FirstOrder(num_dense, fields, bias=False, **options)
-        self.embeddings = field_embeddings(fields, embedding_dim, **options)
+        self.embedding_dim = embedding_dim
+        self.embeddings = optional_embeddings(fields, embedding_dim, **options)
         self.drop = EmbeddingDropout(embedding_dropout, len(fields)) if embedding_dropout else None
         self.second_order = FMSecondOrder(num_dense, embedding_dim=embedding_dim)
         self.deep = DeepTower(
@@ -84,7 +86,7 @@ class DeepFM(nn.Module):
 
     def forward(self, dense: Tensor, sparse: SparseFeatures) -> Tensor:
         """Logits; see the class for shapes."""
-        embeddings = self.embeddings(sparse)
+        embeddings = pooled_embeddings(self.embeddings, dense, sparse, self.embedding_dim)
         if self.drop is not None:
             embeddings = self.drop(embeddings)
         deep = begin(self.deep, dense, embeddings)

@@ -16,8 +16,10 @@ from lightning_recsys.models.layers import (
     FieldGather,
     Normalization,
     check_dense,
-    field_embeddings,
+    check_features,
+    optional_embeddings,
     partition_parts,
+    pooled_embeddings,
 )
 
 Interaction = Literal["dot", "concatenation"]
@@ -53,7 +55,7 @@ class DLRM(nn.Module):
         - output: logits ``[B]``.
 
     Raises:
-        ValueError: there is no field, or for dot products only one and no numeric feature, or an option is not one of
+        ValueError: there is no feature, or for dot products fewer than two vectors, or an option is not one of
             the above.
 
     Reference: Naumov et al. 2019, Deep Learning Recommendation Model for Personalization and Recommendation
@@ -78,8 +80,15 @@ class DLRM(nn.Module):
         super().__init__()
         if interaction not in get_args(Interaction):
             raise ValueError(f"model.interaction must be one of {list(get_args(Interaction))}, got {interaction!r}.")
+        check_features(num_dense, fields)
+        if not fields and interaction == "dot":
+            raise ValueError(
+                "model=dlrm takes dot products of embeddings, and there is no categorical field. For numeric features "
+                "alone use model=lr, fm, wide_deep, deepfm, dcn or dcn_v2, or model.interaction=concatenation."
+            )
         self.num_dense = num_dense
-        self.embeddings = field_embeddings(fields, embedding_dim, **options)
+        self.embedding_dim = embedding_dim
+        self.embeddings = optional_embeddings(fields, embedding_dim, **options)
         self.drop = EmbeddingDropout(embedding_dropout, len(fields)) if embedding_dropout else None
         self.gather = FieldGather(len(fields), embedding_dim)
         self.bottom = (
@@ -107,7 +116,7 @@ class DLRM(nn.Module):
     def forward(self, dense: Tensor, sparse: SparseFeatures) -> Tensor:
         """Logits; see the class for shapes."""
         check_dense(dense, self.num_dense)
-        embeddings = self.embeddings(sparse)
+        embeddings = pooled_embeddings(self.embeddings, dense, sparse, self.embedding_dim)
         if self.drop is not None:
             embeddings = self.drop(embeddings)
         embeddings = self.gather(embeddings)

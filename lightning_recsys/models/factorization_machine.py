@@ -8,7 +8,13 @@ from typing import Unpack
 from torch import Tensor, nn
 
 from lightning_recsys.embeddings import EmbeddingOptions, SparseFeatures
-from lightning_recsys.models.layers import FirstOrder, FMSecondOrder, field_embeddings, partition_parts
+from lightning_recsys.models.layers import (
+    FirstOrder,
+    FMSecondOrder,
+    optional_embeddings,
+    partition_parts,
+    pooled_embeddings,
+)
 
 
 class FactorizationMachine(nn.Module):
@@ -30,7 +36,7 @@ class FactorizationMachine(nn.Module):
         - output: logits ``[B]``.
 
     Raises:
-        ValueError: there is no field.
+        ValueError: there is neither a field nor a numeric feature.
 
     Reference: Rendle 2010, Factorization Machines.
     Differs from the paper: the pooling of multi-hot fields.
@@ -41,12 +47,15 @@ class FactorizationMachine(nn.Module):
     ) -> None:
         super().__init__()
         self.first_order = FirstOrder(num_dense, fields, **options)
-        self.embeddings = field_embeddings(fields, embedding_dim, **options)
+        self.embedding_dim = embedding_dim
+        self.embeddings = optional_embeddings(fields, embedding_dim, **options)
         self.second_order = FMSecondOrder(num_dense, embedding_dim=embedding_dim)
 
     partition = partition_parts
 
     def forward(self, dense: Tensor, sparse: SparseFeatures) -> Tensor:
         """Logits; see the class for shapes."""
-        logits: Tensor = self.first_order(dense, sparse) + self.second_order(dense, self.embeddings(sparse))
+        logits: Tensor = self.first_order(dense, sparse) + self.second_order(
+            dense, pooled_embeddings(self.embeddings, dense, sparse, self.embedding_dim)
+        )
         return logits

@@ -15,6 +15,9 @@ from lightning_recsys.embeddings import EmbeddingOptions, SparseFeatures
 from lightning_recsys.models.layers import field_embeddings
 from lightning_recsys.models.layers.sage import Aggregator, SAGELayer
 
+Block = tuple[Tensor, Tensor, Tensor | None]
+"""What a layer takes beside vectors: offsets, neighbours, and the share of each neighbour where they differ."""
+
 NODE_FIELD = "node"
 """The field of the nodes' own numbers, of which a sample has each once."""
 
@@ -38,7 +41,8 @@ class GraphSAGE(nn.Module):
         options: As in :class:`~lightning_recsys.embeddings.EmbeddingOptions`.
 
     Shape:
-        - dense: ``[n, C]``; nodes, sparse: ``n`` examples; blocks: offsets ``[T + 1]`` and neighbours for each layer.
+        - dense: ``[n, C]``; nodes, sparse: ``n`` examples; blocks: offsets ``[T + 1]``, neighbours and
+          their shares (or ``None``) for each layer.
         - output: ``[S, num_classes]`` or ``[S, H]``.
 
     Raises:
@@ -82,13 +86,21 @@ class GraphSAGE(nn.Module):
         )
         self.dropout = nn.Dropout(dropout)
 
-    def forward(
-        self, dense: Tensor, nodes: SparseFeatures, sparse: SparseFeatures, blocks: Sequence[tuple[Tensor, Tensor]]
-    ) -> Tensor:
+    def forward(self, dense: Tensor, nodes: SparseFeatures, sparse: SparseFeatures, blocks: Sequence[Block]) -> Tensor:
         """Scores or vectors of the seeds; see the class for shapes.
 
         Raises:
             ValueError: the batch has another number of hops than the model has layers.
+        """
+        return self.embed(dense, nodes, sparse, blocks)[1]
+
+    def embed(
+        self, dense: Tensor, nodes: SparseFeatures, sparse: SparseFeatures, blocks: Sequence[Block]
+    ) -> tuple[Tensor, Tensor]:
+        """What the last layer gets of the seeds, ``[S, H]`` (of a single layer, what they begin with), and its output.
+
+        Raises:
+            ValueError: as for :meth:`forward`.
         """
         if len(blocks) != len(self.layers):
             raise ValueError(
@@ -99,7 +111,8 @@ class GraphSAGE(nn.Module):
         for collection, features in ((self.node_embeddings, nodes), (self.embeddings, sparse)):
             if collection is not None:
                 parts.append(collection(features).flatten(1))
-        x = torch.cat(parts, 1) if len(parts) > 1 else parts[0]
-        for number, (layer, (offsets, neighbors)) in enumerate(zip(self.layers, blocks, strict=True)):
-            x = layer(self.dropout(x.relu()) if number else x, offsets, neighbors)
-        return x
+        x = before = torch.cat(parts, 1) if len(parts) > 1 else parts[0]
+        for number, (layer, block) in enumerate(zip(self.layers, blocks, strict=True)):
+            before = self.dropout(x.relu()) if number else x
+            x = layer(before, *block)
+        return before[: len(x)], x

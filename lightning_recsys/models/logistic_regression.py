@@ -27,7 +27,7 @@ class LogisticRegression(nn.Module):
         - output: logits ``[B]``.
 
     Raises:
-        ValueError: there is no field.
+        ValueError: there is neither a field nor a numeric feature.
 
     Reference: Richardson et al. 2007, Predicting Clicks.
 

@@ -14,8 +14,9 @@ from lightning_recsys.models.layers import (
     FirstOrder,
     Normalization,
     begin,
-    field_embeddings,
+    optional_embeddings,
     partition_parts,
+    pooled_embeddings,
 )
 
 
@@ -42,7 +43,7 @@ class WideDeep(nn.Module):
         - output: logits ``[B]``.
 
     Raises:
-        ValueError: there is no field or no hidden layer, or an option is not one of the above.
+        ValueError: there is no feature or no hidden layer, or an option is not one of the above.
 
     Reference: Cheng et al. 2016, Wide & Deep Learning for Recommender Systems.
     Differs from the paper: the wide part sees the features themselves; products of features that a person thought of
@@ -64,7 +65,8 @@ class WideDeep(nn.Module):
     ) -> None:
         super().__init__()
         self.first_order = FirstOrder(num_dense, fields, bias=False, **options)
-        self.embeddings = field_embeddings(fields, embedding_dim, **options)
+        self.embedding_dim = embedding_dim
+        self.embeddings = optional_embeddings(fields, embedding_dim, **options)
         self.drop = EmbeddingDropout(embedding_dropout, len(fields)) if embedding_dropout else None
         self.deep = DeepTower(
             num_dense,
@@ -80,7 +82,7 @@ class WideDeep(nn.Module):
 
     def forward(self, dense: Tensor, sparse: SparseFeatures) -> Tensor:
         """Logits; see the class for shapes."""
-        embeddings = self.embeddings(sparse)
+        embeddings = pooled_embeddings(self.embeddings, dense, sparse, self.embedding_dim)
         if self.drop is not None:
             embeddings = self.drop(embeddings)
         deep = begin(self.deep, dense, embeddings)

@@ -55,13 +55,14 @@ class DensePart(nn.Module):
         tables: The tables of each collection, by its path.
 
     Raises:
-        ValueError: the model has no collection.
+        ValueError: the model has plain embeddings, and no collection.
     """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         found = {path: x for path, x in model.named_modules() if isinstance(x, EmbeddingBagCollection)}
-        if not found:
+        plain = any(isinstance(x, nn.Embedding | nn.EmbeddingBag) for x in model.modules())
+        if plain and not found:
             raise ValueError(
                 f"{type(model).__name__} has no EmbeddingBagCollection, and it is rows that are published apart from"
                 " the dense part: build its tables with lightning_recsys.embeddings."

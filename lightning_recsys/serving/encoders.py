@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -31,7 +30,7 @@ from lightning_recsys.data.tables.columns import split_lists
 from lightning_recsys.data.tables.features import LARGEST, Categorical, Dense, Input, MultiValued, Vector
 from lightning_recsys.data.tables.schema import Schema, feature_name
 from lightning_recsys.data.tables.schema_parts import Split
-from lightning_recsys.data.tables.words import as_words
+from lightning_recsys.data.tables.words import mixed_words, typed_array
 from lightning_recsys.data.tabular import TabularDataModule
 from lightning_recsys.embeddings import SparseFeatures
 from lightning_recsys.embeddings.int64_ids import as_int64s
@@ -44,6 +43,7 @@ log = logging.getLogger(f"pytorch_lightning.{__name__}")  # which has a handler 
 _Timed = TypeVar("_Timed", Dense, Categorical)
 
 Row = Mapping[str, Any]
+_NO_IDS = np.empty(0, dtype=np.int64)
 Encoded = tuple[Tensor, SparseFeatures]
 
 
@@ -128,7 +128,7 @@ class SchemaEncoder(RequestEncoder):
         )
         dense_IN = self._rules.dense_features(raw, self._summary_IK, self._format)
         found = [self._ids(name, made[name], len(rows)) for name in embedded(self._schema)]
-        values = torch.from_numpy(np.concatenate([ids for ids, _ in found]).astype(np.int64))
+        values = torch.from_numpy(np.concatenate([_NO_IDS, *(ids.astype(np.int64, copy=False) for ids, _ in found)]))
         lengths = None
         if self._schema.multi_valued:
             lengths = torch.from_numpy(np.concatenate([lengths for _, lengths in found]))
@@ -174,11 +174,11 @@ class SchemaEncoder(RequestEncoder):
             items = list(chain.from_iterable(bag for bag in bags if bag is not None))
             if any(isinstance(item, list | tuple) for item in items):
                 raise TypeError("they are nested")
-            words = iter(_as_words(items))
+            words = iter(mixed_words(items))
             return pa.array([None if bag is None else list(islice(words, len(bag))) for bag in bags], _BAGS)
         if len(given) > 1:
-            return pa.array(_as_words(values), pa.string())
-        array = _typed(values) if given else pa.array(values, pa.string())
+            return pa.array(mixed_words(values), pa.string())
+        array = typed_array(values) if given else pa.array(values, pa.string())
         if pa.types.is_nested(array.type.value_type if pa.types.is_list(array.type) else array.type):
             raise TypeError("they are nested")
         return array
@@ -241,37 +241,7 @@ def _items(separator: str, value: Any) -> Any:
     """The items of a bag, which is a list or a text."""
     if value is None or isinstance(value, list | tuple):
         return value
-    return split_lists(pa.array(_as_words([value]), pa.string()), separator)[0].as_py()
-
-
-def _typed(values: Sequence[Any]) -> pa.Array:
-    """Values of one type as what a Parquet file could have as well."""
-    try:
-        return pa.array(values)
-    except OverflowError:  # of ids of 64 bits without sign
-        return pa.array([value if value is None else str(value) for value in values], pa.string())
-
-
-def _as_words(values: Sequence[Any]) -> list[Any]:
-    """Each value as the text that it is in a column where all are of its kind; lists, which have none, as JSON.
-
-    >>> _as_words([1e-05, 2.0, True, "a", None, 3])
-    ['0.00001', '2', '1', 'a', None, '3']
-    """
-    words = list(values)
-    for kind in set(map(type, values)) - {str, type(None)}:
-        places = [place for place, value in enumerate(values) if type(value) is kind]
-        some = [values[place] for place in places]
-        if kind in _LISTS:
-            found = [json.dumps(value) for value in some]
-        else:
-            array = pa.chunked_array([_typed(some)])
-            if pa.types.is_nested(array.type):
-                raise TypeError("they are nested")
-            found = as_words(array).to_pylist()
-        for place, word in zip(places, found, strict=True):
-            words[place] = word
-    return words
+    return split_lists(pa.array(mixed_words([value]), pa.string()), separator)[0].as_py()
 
 
 class IdEncoder(RequestEncoder):

@@ -187,7 +187,7 @@ class Manifest:
         _require(_is_count(self.num_dense), f"num_dense is {self.num_dense!r:.40}")
         _require(type(self.created) in (float, int) and abs(self.created) < 1e12, f"created is {self.created!r:.40}")
         _require(isinstance(self.position, Mapping) and isinstance(self.cut, Mapping), "its position is none")
-        _require(len(self.collections) > 0, "it has no collections")
+        _require(self.num_dense > 0 or len(self.collections) > 0, "it has neither collections nor numeric features")
         _require(self.rows in ROW_FORMATS, f"its rows are {self.rows!r:.40}")
         _require(self.kind == "base" or self.previous is not None, "it is an increment to no version")
         _require(self.previous is None or self.previous.version < self.version, "it follows a later version")
@@ -196,6 +196,8 @@ class Manifest:
         named = [x for c in self.collections for t in c.tables for x in (t.file, t.gone_file) if x is not None]
         _require(len(set(named)) == len(named), "two tables share a file")
         _require(set(named) <= set(self.files), "it names files without their digests")
+        of_rows = {name for name in self.files if name.endswith(".arrow")}
+        _require(of_rows <= set(named), "it has rows of no table")
 
     @property
     def is_base(self) -> bool:

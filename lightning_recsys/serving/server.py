@@ -32,6 +32,8 @@ _LONGEST_TEMPORARY = 75
 """Characters of a temporary folder: a socket's name has 107 at most, and multiprocessing appends 32 to it."""
 _HANGING_SECONDS = 30.0
 """What a look at a source may take, beside the time between two looks; a slow network is no source that hangs."""
+_BACKLOG = 2048
+"""Connections that wait to be accepted, as many as uvicorn lets."""
 
 
 @dataclass(frozen=True)
@@ -177,16 +179,25 @@ def _answer(model: PublishedModel, scores: Tensor) -> dict[str, Any] | _Refused:
 
 
 class _Server(litserve.LitServer):  # type: ignore[misc]
-    """Says when it is about to answer."""
+    """Says when it answers."""
 
     on_ready: Callable[[], None]
     _is_ending = False
     _lost: str | None = None  # how a worker has ended that was not to end
 
-    def verify_worker_status(self) -> None:
-        """Wait for a worker that has a version open; the next that LitServe does is to answer."""
-        super().verify_worker_status()
+    def _start_server(
+        self, port: Any, num_servers: Any, log_level: Any, sockets: Any, *others: Any, **options: Any
+    ) -> Any:
+        """Start the processes that answer, once a worker has a version open, and say so.
+
+        They listen only when they have started. This process listens before it forks them, on the socket that they
+        share, so that a request which comes meanwhile waits and is not refused.
+        """
+        for each in sockets:
+            each.listen(_BACKLOG)
+        servers = super()._start_server(port, num_servers, log_level, sockets, *others, **options)
         self.on_ready()
+        return servers
 
     def run(self, *arguments: Any, **options: Any) -> None:
         """Answer until the end.

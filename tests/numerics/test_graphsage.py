@@ -72,6 +72,49 @@ def test_layer_when_it_has_the_weights_of_pygs_then_gives_the_same(graph, aggreg
     torch.testing.assert_close(ours(x, sample.offsets, sample.neighbors), expected)
 
 
+def test_layer_when_edges_have_weights_then_is_pygs_graph_convolution_of_the_shares(graph):
+    """PyG's SAGEConv takes no weights; its GraphConv sums messages times weights, which here are shares."""
+    GraphConv = pytest.importorskip("torch_geometric.nn").GraphConv
+    torch.manual_seed(0)
+    weights = np.random.default_rng(0).random(graph.num_edges).astype(np.float32)
+    weights[: graph.indptr[9]] *= np.arange(graph.indptr[9]) % 3 > 0
+    weights[graph.indptr[7] : graph.indptr[8]] = 0  # node 7 hears nobody
+    sample = NeighborSampler(CSRGraph(graph.indptr, graph.indices, weights), [4]).sample(np.arange(9), key=5)
+    x = torch.randn(len(sample.n_id), 6)
+    ours, theirs = SAGELayer(6, 3), GraphConv(6, 3, aggr="add")
+    theirs.load_state_dict(
+        {
+            f"lin_{side}.{x}": y
+            for side, name in (("rel", "l"), ("root", "r"))
+            for x, y in getattr(ours, f"lin_{name}").state_dict().items()
+        }
+    )
+    of_edge = {(int(u), int(v)): [] for u, v in graph.edge_index().T}
+    for (u, v), weight in zip(graph.edge_index().T.tolist(), weights, strict=True):
+        of_edge[u, v].append(weight)
+    for (u, v), weight in zip(sample.n_id[sample.edge_index].T.tolist(), sample.weights, strict=True):
+        assert weight in of_edge[u, v]
+    sums = torch.zeros(9).index_add_(0, sample.edge_index[1], sample.weights)
+    assert sums[7] == 0
+    shares = sample.weights / sums.clamp(min=1e-9)[sample.edge_index[1]]
+    (block,) = sample.blocks
+    torch.testing.assert_close(block[2], shares)
+    torch.testing.assert_close(ours(x, *block), theirs((x, x[:9]), sample.edge_index, shares))
+    with pytest.raises(ValueError, match=r"model\.aggregator=max cannot weigh messages"):
+        SAGELayer(6, 3, aggregator="max")(x, *block)
+
+
+def test_model_when_all_weights_are_alike_then_is_that_without_weights(graph):
+    weighted = CSRGraph(graph.indptr, graph.indices, np.full(graph.num_edges, 3.0, np.float32))
+    model, found = make_model(), []
+    for each in (graph, weighted):
+        sample = NeighborSampler(each, [3, 3]).sample(np.arange(9), key=5)
+        n = len(sample.n_id)
+        nodes, words = SparseFeatures(("node",), sample.n_id), SparseFeatures(("words",), torch.arange(n) % 7)
+        found.append(model(torch.ones(n, 2), nodes, words, sample.to("cpu").blocks))
+    torch.testing.assert_close(*found)
+
+
 def make_model(aggregator="mean", *, num_dense=2, num_layers=2):
     torch.manual_seed(1)
     fields = {"node": NODES, "words": 7}

@@ -73,6 +73,24 @@ def test_affine_when_small_or_mixed_precision_or_double_then_left_to_torch(monke
         assert linear.affine(inputs, weight).dtype == torch.bfloat16
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch.compile looks at it
+def test_affine_when_compiled_then_the_graph_has_torchs_product(monkeypatch):
+    """Inductor ends in an assertion at oneDNN's operator with a weight that is a view."""
+    monkeypatch.setattr(linear, "prefers_onednn", lambda: True)
+    targets = []
+
+    def collect(graph, _):
+        targets.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return graph
+
+    compiled = torch.compile(linear.Linear(INPUTS, OUTPUTS), backend=collect)
+    inputs = draw(BATCH, INPUTS, seed=0)
+    assert linear._is_worth_onednn(inputs, compiled.weight)
+    assert compiled(inputs).shape == (BATCH, OUTPUTS)
+    assert any("addmm" in target for target in targets)
+    assert not any("mkldnn" in target for target in targets)
+
+
 def test_linear_then_a_torch_linear_in_everything_else():
     module = linear.Linear(INPUTS, OUTPUTS)
     assert isinstance(module, nn.Linear)

@@ -236,11 +236,9 @@ def test_registration_when_it_is_no_algorithm_then_refused(wrong):
 
 def test_algorithm_in_the_docs_when_run_then_does_what_they_say(monkeypatch):
     monkeypatch.setattr(registry_module, "_ALGORITHMS", dict(registry_module._ALGORITHMS))
-    page = (Path(__file__).parents[2] / "docs/shadowsync.md").read_text()
-    (block,) = re.findall(
-        r"```python\n(.*?class SlowMomentum.*?)```", page.partition("## Adding an algorithm")[2], re.DOTALL
-    )
-    exec(compile(block, "docs/shadowsync.md", "exec"), {})
+    page = (Path(__file__).parents[2] / "docs/own_algorithm.md").read_text()
+    (block,) = re.findall(r"```python\n(.*?class SlowMomentum.*?)```", page, re.DOTALL)
+    exec(compile(block, "docs/own_algorithm.md", "exec"), {})
     algorithm, replica = make_algorithm("slow_momentum", {"alpha": 1.0}), vector(7.0)
     algorithm.start(vector(0.0))
     algorithm.fold(replica, vector(10.0))  # momentum 10, model 10

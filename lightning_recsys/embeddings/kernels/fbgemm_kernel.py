@@ -28,7 +28,8 @@ def load_fbgemm() -> str | None:
     if importlib.util.find_spec("fbgemm_gpu") is None:
         return "the package fbgemm_gpu is not installed"
     try:
-        importlib.import_module("fbgemm_gpu")
+        with without_chatter():
+            importlib.import_module("fbgemm_gpu")
     except (ImportError, OSError) as error:  # a build for another torch fails while its library loads
         return f"fbgemm_gpu does not load with torch {torch.__version__}: {error}"
     return None
@@ -36,7 +37,7 @@ def load_fbgemm() -> str | None:
 
 @contextmanager
 def without_chatter() -> Iterator[None]:
-    """Around FBGEMM's module: its import warns of its own deprecations, its constructor logs pages of settings."""
+    """Around FBGEMM: its import logs each library and warns of deprecations, its constructor logs pages of settings."""
     disabled = logging.root.manager.disable
     logging.disable(logging.INFO)
     try:

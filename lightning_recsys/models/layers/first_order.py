@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from lightning_recsys.embeddings import EmbeddingOptions, SparseFeatures
-from lightning_recsys.models.layers.inputs import check_dense
+from lightning_recsys.models.layers.inputs import check_dense, check_features
 from lightning_recsys.models.layers.tables import first_order_weights
 from lightning_recsys.partition.field_layer import FieldLayer
 from lightning_recsys.partition.pieces import Sends
@@ -46,6 +46,7 @@ class FirstOrder(FieldLayer):
         self, num_dense: int, fields: Mapping[str, int], *, bias: bool = True, **options: Unpack[EmbeddingOptions]
     ) -> None:
         super().__init__()
+        check_features(num_dense, fields)
         self.num_dense = num_dense
         self.embeddings = first_order_weights(fields, **options)
         self.register_parameter("dense_weight", nn.Parameter(torch.zeros(num_dense)) if num_dense else None)
@@ -54,7 +55,8 @@ class FirstOrder(FieldLayer):
     def partition(self, fields: Sequence[int], group: ProcessGroup) -> None:
         """Keep the weights of some fields only; see :meth:`FieldLayer.partition`."""
         super().partition(fields, group)
-        self.embeddings.partition(fields)
+        if self.embeddings is not None:
+            self.embeddings.partition(fields)
 
     @property
     def sends(self) -> Sends:  # noqa: D102 - inherited
@@ -62,6 +64,7 @@ class FirstOrder(FieldLayer):
 
     def partial(self, sparse: SparseFeatures) -> Tensor:
         """The fields' share of the sum, ``[B]``."""
+        assert self.embeddings is not None
         weights_BF1: Tensor = self.embeddings(sparse)
         return weights_BF1.sum((1, 2))
 
@@ -74,4 +77,6 @@ class FirstOrder(FieldLayer):
 
     def forward(self, dense: Tensor, sparse: SparseFeatures) -> Tensor:
         """The whole sum; see the class for shapes."""
+        if self.embeddings is None:
+            return self.combine(dense, dense.new_zeros(dense.shape[0]))
         return self.combine(dense, *self.sum_partials(self.partial(sparse)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import Tensor, fx
 
 
@@ -16,6 +18,20 @@ def check_dense(dense: Tensor, num_dense: int) -> None:
         ValueError: the shape is not ``[B, num_dense]``.
     """
     _refuse_other_shapes(dense, num_dense)
+
+
+def check_features(num_dense: int, fields: Mapping[str, int]) -> None:
+    """Refuse to make a model that sees nothing of an example.
+
+    Args:
+        num_dense: Number of numeric features.
+        fields: Field name -> number of ids.
+
+    Raises:
+        ValueError: there is neither a numeric feature nor a field.
+    """
+    if not num_dense and not fields:
+        raise ValueError("a model needs at least one numeric feature or one categorical field, got neither.")
 
 
 @fx.wrap  # one call of a traced model, which makes the check at every batch, too

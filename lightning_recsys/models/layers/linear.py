@@ -42,8 +42,9 @@ def affine(input_BI: Tensor, weight_IO: Tensor, addend: Tensor | None = None) ->
         ``[B, O]``: as ``torch.addmm``, also under autocast, to the rounding of another order of summation.
     """
     plain = input_BI.device.type != "cpu" or torch.is_autocast_enabled("cpu") or input_BI.dtype != torch.float32
-    # What is exported runs on other processors, and with batches of any size.
-    if plain or torch.compiler.is_exporting() or not _is_worth_onednn(input_BI, weight_IO):
+    # A graph that is exported runs on other processors, and with batches of any size; Inductor, which chooses a library
+    # itself, ends in an assertion at oneDNN's operator with a weight that is a view.
+    if plain or torch.compiler.is_compiling() or not _is_worth_onednn(input_BI, weight_IO):
         return input_BI @ weight_IO if addend is None else torch.addmm(addend, input_BI, weight_IO)
     result: Tensor = _OneDNNAffine.apply(input_BI, weight_IO, addend)  # type: ignore[no-untyped-call]
     return result

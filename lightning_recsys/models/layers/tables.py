@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Unpack
 
-from lightning_recsys.embeddings import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingOptions, PoolingType
+from torch import Tensor
+
+from lightning_recsys.embeddings import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingOptions,
+    PoolingType,
+    SparseFeatures,
+)
 from lightning_recsys.optim import RowOptimizer
 
 
@@ -23,18 +31,61 @@ def field_embeddings(
         ValueError: there is no field.
         TypeError: an option is unknown.
     """
+    embeddings = optional_embeddings(fields, embedding_dim, **options)
+    if embeddings is None:
+        raise ValueError(
+            "this model needs at least one categorical field, got none. For numeric features alone use model=lr, fm, "
+            "wide_deep, deepfm, dcn or dcn_v2, or in a model of your own optional_embeddings and pooled_embeddings."
+        )
+    return embeddings
+
+
+def optional_embeddings(
+    fields: Mapping[str, int], embedding_dim: int, **options: Unpack[EmbeddingOptions]
+) -> EmbeddingBagCollection | None:
+    """As :func:`field_embeddings`, or ``None`` without any field: the model then has numeric features alone.
+
+    Args:
+        fields: Field name -> number of ids; may be empty.
+        embedding_dim: Width ``D`` of the vectors.
+        options: As in :class:`~lightning_recsys.embeddings.EmbeddingOptions`.
+
+    Raises:
+        TypeError: an option is unknown.
+    """
     return _collection(fields, embedding_dim, 0.01, options.get("row_optimizer"), options)
 
 
-def first_order_weights(fields: Mapping[str, int], **options: Unpack[EmbeddingOptions]) -> EmbeddingBagCollection:
+def pooled_embeddings(
+    embeddings: EmbeddingBagCollection | None, dense: Tensor, sparse: SparseFeatures, embedding_dim: int
+) -> Tensor:
+    """The pooled vectors of all fields, ``[B, F, D]``; ``[B, 0, D]`` for a model of numeric features alone.
+
+    Args:
+        embeddings: The model's tables, as :func:`field_embeddings` makes them.
+        dense: Numeric features ``[B, N]``, which have the batch size where there are no fields.
+        sparse: ``B`` examples of the fields.
+        embedding_dim: Width ``D`` of the vectors.
+    """
+    if embeddings is None:
+        return dense.new_empty(dense.shape[0], 0, embedding_dim)
+    pooled: Tensor = embeddings(sparse)
+    return pooled
+
+
+def first_order_weights(
+    fields: Mapping[str, int], **options: Unpack[EmbeddingOptions]
+) -> EmbeddingBagCollection | None:
     """One table of scalar weights for each field, all 0 at the start: an id that was never seen adds nothing.
 
     Args:
         fields: Field name -> number of ids.
         options: As in :class:`~lightning_recsys.embeddings.EmbeddingOptions`.
 
+    Returns:
+        The tables, or ``None`` where there is no field: the model then has numeric features alone.
+
     Raises:
-        ValueError: there is no field.
         TypeError: an option is unknown.
     """
     optimizer = options.get("first_order_optimizer", options.get("row_optimizer"))
@@ -47,7 +98,7 @@ def _collection(
     init_std: float,
     optimizer: RowOptimizer | None,
     options: EmbeddingOptions,
-) -> EmbeddingBagCollection:
+) -> EmbeddingBagCollection | None:
     # At run time ** takes any name: without this a misspelt argument of a model would be ignored.
     unknown = sorted(set(options) - EmbeddingOptions.__optional_keys__)
     if unknown:
@@ -56,10 +107,7 @@ def _collection(
             f"{sorted(EmbeddingOptions.__optional_keys__)}."
         )
     if not fields:
-        raise ValueError(
-            "a model needs at least one categorical field, got none. Turn some numeric features into categories "
-            "(quantile buckets, say), or use torch.nn.Linear for numeric features alone."
-        )
+        return None
     pooling = options.get("pooling", PoolingType.SUM)
     kernel = options.get("kernel", "auto")
     if kernel == "fbgemm" and embedding_dim == 1:

@@ -105,9 +105,39 @@ def test_unknown_argument_is_an_error_that_names_it(model_class):
 
 
 @pytest.mark.parametrize("model_class", MODELS)
-def test_model_without_fields_is_an_error_that_says_what_to_do(model_class):
-    with pytest.raises(ValueError, match="at least one categorical field, got none"):
-        model_class(3, {})
+def test_model_without_any_feature_is_an_error(model_class):
+    with pytest.raises(ValueError, match="at least one numeric feature or one categorical field, got neither"):
+        model_class(0, {})
+
+
+@pytest.mark.parametrize("model_class", [model for model in MODELS if model is not DLRM])
+def test_model_of_numeric_features_alone_learns_a_line(model_class):
+    torch.manual_seed(0)
+    arguments = {"hidden": [16]} if "hidden" in signature(model_class).parameters else {}
+    model, dense = model_class(3, {}, **arguments), torch.randn(400, 3)
+    labels = (dense @ torch.tensor([2.0, -1.0, 0.0]) > 0).float()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
+    no_ids = SparseFeatures((), torch.empty(0, dtype=torch.int64))
+    for _ in range(200):
+        loss = torch.nn.functional.binary_cross_entropy_with_logits(model(dense, no_ids), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert collections_of(model) == []
+    assert ((model(dense, no_ids) > 0) == labels.bool()).float().mean() > 0.95
+
+
+@pytest.mark.parametrize("model_class", [WideDeep, DeepFM, DCN, DCNv2])
+def test_model_of_numeric_features_alone_takes_all_options(model_class):
+    model = model_class(3, {}, embedding_dropout=0.5, dropout=0.1, hidden=[4])
+    assert model(torch.randn(5, 3), SparseFeatures((), torch.empty(0, dtype=torch.int64))).shape == (5,)
+
+
+def test_dlrm_of_numeric_features_alone_names_models_that_work():
+    with pytest.raises(ValueError, match=r"model=dlrm takes dot products.*model=lr, fm, wide_deep.*concatenation"):
+        DLRM(3, {})
+    model = DLRM(3, {}, interaction="concatenation")
+    assert model(torch.randn(5, 3), SparseFeatures((), torch.empty(0, dtype=torch.int64))).shape == (5,)
 
 
 @pytest.mark.parametrize(("made_with", "given"), [(3, 2), (3, 0), (0, 3)])

@@ -315,7 +315,7 @@ def test_rows_when_made_for_some_tables_then_do_not_depend_on_the_others():
 
 
 def test_model_when_written_as_in_the_docs_then_is_cut_as_the_whole_is():
-    page = Path(__file__).parents[3] / "docs" / "des.md"
+    page = Path(__file__).parents[3] / "docs" / "cut_by_fields.md"
     names: dict = {}
     for code in re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL):
         if "class " in code:

@@ -650,9 +650,9 @@ def test_command_when_nothing_was_published_then_says_so(tmp_path, capsys):
 
 
 def test_command_when_a_package_for_the_url_is_missing_then_says_so(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "s3fs", None)
-    assert main(["s3://bucket/model"]) == 1
-    assert "s3fs" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
+    assert main(["gs://bucket/model"]) == 1
+    assert "gcsfs" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("count", [0, -1, 2.5, True])

@@ -7,6 +7,8 @@ import json
 from decimal import Decimal
 
 import pyarrow as pa
+import pyarrow.feather as feather
+import pyarrow.orc as orc
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -42,6 +44,20 @@ COLUMNS = {
     **{pa.timestamp(unit): [NOON, LATER] if unit != "s" else [NOON] for unit in ("s", "ms", "us", "ns")},
     pa.timestamp("ms", tz="Europe/Berlin"): [NOON.replace(tzinfo=BERLIN), LATER.replace(tzinfo=dt.UTC)],
 }
+
+ORC_TYPES = [
+    pa.bool_(),
+    pa.int8(),
+    pa.int64(),
+    pa.float32(),
+    pa.float64(),
+    pa.decimal128(10, 2),
+    pa.string(),
+    pa.binary(),
+    pa.date32(),
+    *(pa.timestamp(unit) for unit in ("s", "ms", "us", "ns")),
+    pa.timestamp("ms", tz="Europe/Berlin"),
+]
 
 
 def ways(value, kind: pa.DataType) -> list[object]:
@@ -95,6 +111,59 @@ def test_typed_values_when_a_request_has_them_then_their_ids_are_those_of_traini
             if {number} != {*found}
         }
     assert wrong == {}
+
+
+def test_typed_values_when_json_lines_have_them_then_their_ids_are_those_of_training(tmp_path):
+    """Each way to write a value stands beside other ones in its column, and alone in its block or not."""
+    names = list(map(str, COLUMNS))
+    typed = {
+        name: pa.array((values * 4)[:4], kind) for name, (kind, values) in zip(names, COLUMNS.items(), strict=True)
+    }
+    pq.write_table(pa.table({"click": [0, 1] * 2, **typed}), tmp_path / "rows.parquet")
+    schema = {"label": "click", "categorical": names, "split": {"validation": 0, "test": 0}}
+    data = TabularDataModule(schema=schema | {"files": "rows.parquet"}, root=tmp_path, cache=tmp_path / "cache")
+    data.setup()
+    trained = data.rows("train").take(torch.arange(4)).sparse
+    asked, expected = {}, {}
+    for name, (kind, values) in zip(names, COLUMNS.items(), strict=True):
+        ids = trained.select((name.replace(".", "_"),)).values.tolist()
+        found = [(way, ids[row]) for row, value in enumerate(values) for way in ways(value, kind)]
+        asked[name], expected[name] = zip(
+            *((way, number) for way, number in found if isinstance(way, str | int | float)), strict=True
+        )
+    num_rows = max(map(len, asked.values()))
+    columns = {name: [*ways_of, *[None] * (num_rows - len(ways_of))] for name, ways_of in asked.items()}
+    columns["click"] = [row % 2 for row in range(num_rows)]
+    rows = zip(*columns.values(), strict=True)
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(dict(zip(columns, row, strict=True))) for row in rows))
+    again = TabularDataModule(schema=schema | {"files": "rows.jsonl"}, root=tmp_path, cache=tmp_path / "cache")
+    again.load_state_dict(data.state_dict())
+    read = again.rows("train").take(torch.arange(num_rows)).sparse
+    for name in names:
+        ids = read.select((name.replace(".", "_"),)).values.tolist()[: len(expected[name])]
+        assert ids == list(expected[name]), (name, asked[name])
+
+
+@pytest.mark.parametrize("suffix", ["arrow", "feather", "orc"])
+def test_typed_values_when_another_file_of_typed_columns_has_them_then_their_ids_are_the_same(tmp_path, suffix):
+    kinds = list(COLUMNS)
+    if suffix == "orc":  # which has fewer types
+        kinds = [kind for kind in kinds if kind in ORC_TYPES]
+        assert len(kinds) == len(ORC_TYPES)
+    table = pa.table({"click": [0, 1] * 2, **{str(kind): pa.array((COLUMNS[kind] * 4)[:4], kind) for kind in kinds}})
+    pq.write_table(table, tmp_path / "rows.parquet")
+    write = {"arrow": feather.write_feather, "feather": feather.write_feather, "orc": orc.write_table}
+    write[suffix](table, tmp_path / f"rows.{suffix}")
+    schema = {"label": "click", "categorical": table.column_names[1:], "split": {"validation": 0, "test": 0}}
+    data, again = (
+        TabularDataModule(schema=schema | {"files": name}, root=tmp_path, cache=tmp_path / "cache")
+        for name in ("rows.parquet", f"rows.{suffix}")
+    )
+    data.setup()
+    again.load_state_dict(data.state_dict())
+    trained, read = (module.rows("train").take(torch.arange(4)).sparse for module in (data, again))
+    for name in trained.keys:
+        assert read.select((name,)).values.tolist() == trained.select((name,)).values.tolist(), name
 
 
 @pytest.mark.parametrize("written", [(True, False), ("true", "false"), ("True", "False"), (1, 0)])
