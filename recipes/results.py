@@ -1,5 +1,8 @@
 """Kept results: ``results.py keep RUN DATA/MODEL`` keeps a run, ``results.py check [DATA/MODEL ...]`` redoes them.
 
+``results.py redo DATA/MODEL`` trains one again and says whether it agrees, ``results.py page FILE`` writes the table of
+all into a page, ``results.py compare RUN RUN ...`` shows runs beside each other, with curves, in one HTML file.
+
 A kept run is a folder ``recipes/results/DATA/MODEL`` with ``config.yaml`` (the command's overrides and the resolved
 configuration) and, for each seed, ``seed-N.json`` (metrics, epochs, versions) and ``seed-N.csv`` (the log).
 """
@@ -9,21 +12,19 @@ from __future__ import annotations
 import argparse
 import csv
 import json
-import subprocess
-import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import yaml  # type: ignore[import-untyped]
+from recipe_tools.comparison_page import comparison_page, find_runs
 from recipe_tools.record import FILE_NAME
+from recipe_tools.records import COMPARED, records_table, redo, train_again, write_page
 from recipe_tools.report import console
 from rich.table import Table
 
 RECIPES = Path(__file__).parent
 KEPT = ("metrics", "epochs", "best_epoch", "parameters", "wall_time_s", "versions", "git_commit")
-COMPARED = ("test/auc", "test/logloss", "test/ne")
 
 
 def keep(run: Path, name: str, root: Path) -> Path:
@@ -113,6 +114,14 @@ def kept_runs(names: list[str], root: Path) -> Iterator[tuple[str, int, list[str
             yield name, int(path.stem.removeprefix("seed-")), overrides, json.loads(path.read_text(encoding="utf-8"))
 
 
+def by_name(names: list[str], root: Path) -> dict[str, dict[int, dict[str, Any]]]:
+    """The records of each seed, by name."""
+    found: dict[str, dict[int, dict[str, Any]]] = {}
+    for name, seed, _, record in kept_runs(names, root):
+        found.setdefault(name, {})[seed] = record
+    return found
+
+
 def check(names: list[str], root: Path, *, tolerance: float, seeds: list[int]) -> bool:
     """Train kept runs again and compare; whether all came out as before."""
     table = Table("run", "seed", "metric", "kept", "now", "", title=f"tolerance {tolerance:g}", title_justify="left")
@@ -120,17 +129,7 @@ def check(names: list[str], root: Path, *, tolerance: float, seeds: list[int]) -
     for name, seed, overrides, kept in kept_runs(names, root):
         if seeds and seed not in seeds:
             continue
-        with tempfile.TemporaryDirectory() as folder:
-            command = [sys.executable, str(RECIPES / "train.py"), *overrides, f"seed={seed}"]
-            done = subprocess.run(  # noqa: S603 - our own recipe
-                [*command, f"hydra.run.dir={folder}"], check=False, stdout=subprocess.DEVNULL
-            )
-            path = Path(folder, FILE_NAME)
-            now = (
-                json.loads(path.read_text(encoding="utf-8"))["metrics"]
-                if path.is_file() and not done.returncode
-                else {}
-            )
+        now = train_again(overrides, seed).get("metrics", {})
         for metric in COMPARED:
             before, after = kept["metrics"].get(metric), now.get(metric)
             if before is None:
@@ -154,15 +153,37 @@ def main() -> None:
     checking.add_argument("names", nargs="*", help="DATA/MODEL; all if none")
     checking.add_argument("--tolerance", type=float, default=0.002, help="of each metric; seeds differ by as much")
     checking.add_argument("--seed", type=int, action="append", default=[], help="only this one; may be repeated")
+    redoing = commands.add_parser("redo", help="train one kept run again, and say whether it agrees")
+    redoing.add_argument("name", help="DATA/MODEL")
+    redoing.add_argument("--seed", type=int, help="which of the kept seeds; the first if absent")
+    paging = commands.add_parser("page", help="write the table of all kept runs between the marks of a page")
+    paging.add_argument("page", type=Path, help="docs/records.md")
+    comparing = commands.add_parser("compare", help="show runs beside each other, with curves, in one HTML file")
+    comparing.add_argument("runs", nargs="+", help="the folder of a run or of a sweep, or DATA/MODEL")
+    comparing.add_argument("--out", type=Path, default=Path("comparison.html"), help="the file (default: %(default)s)")
     arguments = parser.parse_args()
     try:
+        if arguments.command == "compare":
+            runs = [run for name in arguments.runs for run in find_runs(name, arguments.root)]
+            arguments.out.write_text(comparison_page(runs), encoding="utf-8")
+            console().print(f"{len(runs)} runs in {arguments.out}: open it in a browser.", markup=False, soft_wrap=True)
+            return
         if arguments.command == "keep":
             console().print(str(keep(arguments.run, arguments.name, arguments.root)))
+            return
+        if arguments.command == "page":
+            write_page(arguments.page, records_table(by_name([], arguments.root), arguments.root))
+            return
+        if arguments.command == "redo":
+            (overrides, *_) = [overrides for _, _, overrides, _ in kept_runs([arguments.name], arguments.root)]
+            kept = by_name([arguments.name], arguments.root)[arguments.name]
+            if not redo(arguments.name, kept, overrides, seed=arguments.seed):
+                raise SystemExit(1)
             return
         options = {"tolerance": arguments.tolerance, "seeds": arguments.seed}
         if not check(arguments.names, arguments.root, **options):
             raise SystemExit(1)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         parser.error(str(error))
 
 

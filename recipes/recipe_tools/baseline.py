@@ -17,7 +17,8 @@ def logistic_regression(datamodule: TabularDataModule) -> dict[str, float] | Non
     """Fit logistic regression to the training rows, and measure it on the test rows.
 
     Each id and each numeric feature has a weight, with a penalty of half its square, as in scikit-learn; all rows count
-    in every step. Rows have two million ids at most: of more rows, some are taken, evenly spread.
+    in every step. Rows have two million ids at most, or numbers where they have
+    no ids: of more rows, some are taken, evenly spread.
 
     Returns:
         ``auc`` and ``ne`` on the test rows, and ``share`` of the training rows that it was fitted to. ``None`` where
@@ -26,8 +27,8 @@ def logistic_regression(datamodule: TabularDataModule) -> dict[str, float] | Non
     train, test = datamodule.rows("train"), datamodule.rows("test")
     if train is None or test is None or not len(test):
         return None
-    fields, sizes = list(datamodule.fields), torch.tensor(list(datamodule.fields.values()))
-    at_once = IDS // len(sizes)
+    fields, sizes = list(datamodule.fields), torch.tensor(list(datamodule.fields.values()), dtype=torch.int64)
+    at_once = IDS // (len(sizes) or datamodule.num_dense)  # a number takes the place of an id where there are no ids
     count = min(len(train), at_once)
     taken = torch.linspace(0, len(train) - 1, count, dtype=torch.float64).round().long()
     rows = _Rows(train.take(taken).select(fields), sizes)

@@ -148,7 +148,7 @@ def build_task(config: Config, datamodule: Any) -> Task:
     if "num_classes" not in arguments and "num_classes" in _required(config["model"]["_target_"]):
         raise ValueError(
             f"data: {config['model']['_target_']} needs a graph, and {config['data']['_target_']} has none: use "
-            "data=cora, amazon_computers, graph or movielens_graph."
+            "data=cora, amazon_computers, graph, links or movielens_graph."
         )
     options = {"row_optimizer": build(optim["rows"]), **config["embeddings"]}
     if optim["first_order_rows"] is not None:

@@ -19,7 +19,7 @@ from recipe_tools.build import Config, plain
 from recipe_tools.config_types import check_types
 from recipe_tools.overrides import CONFIG_DIR, groups_of
 from recipe_tools.record import RunRecord, finite
-from recipe_tools.report import console
+from recipe_tools.report import console, from_here
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column, Table
 
@@ -316,4 +316,5 @@ def report(figure: Config, runs: dict[str, dict[str, Any]], record: RunRecord) -
         console().print(f"The paper: {figure['paper']}")
     written = keep(figure, runs, record)
     picture = pictures.draw(figure, runs, record.path.parent / "simulation.png")
-    console().print(f"wrote {written}" + (f" and {picture}" if picture else ""))
+    and_picture = f" and {from_here(picture)}" if picture else ""
+    console().print(f"wrote {from_here(written)}{and_picture}", markup=False, highlight=False)

@@ -1,4 +1,4 @@
-"""Pictures of simulations: one panel for each question."""
+"""Pictures of simulations: one panel for each question; and what draws any picture."""
 
 from __future__ import annotations
 
@@ -64,15 +64,22 @@ PANELS: dict[str, Callable[..., None]] = {
 """What a figure may show; any metric's name besides, over the figure's x axis, or by run where it has none."""
 
 
-def draw(figure: dict[str, Any], runs: Runs, path: Path) -> Path | None:
-    """Draw the panels of a figure beside each other; ``None``, and nothing is drawn, where matplotlib is missing."""
+def pyplot() -> Any | None:
+    """What draws into files; ``None`` where matplotlib is not installed."""
     try:
         import matplotlib as mpl
     except ImportError:
         return None
     mpl.use("agg")
-    from matplotlib import pyplot as plt
+    from matplotlib import pyplot
 
+    return pyplot
+
+
+def draw(figure: dict[str, Any], runs: Runs, path: Path) -> Path | None:
+    """Draw the panels of a figure beside each other; ``None``, and nothing is drawn, where matplotlib is missing."""
+    if (plt := pyplot()) is None:
+        return None
     panels = figure["panels"]
     drawing, all_axes = plt.subplots(1, len(panels), figsize=(5 * len(panels), 4), squeeze=False)
     for axes, panel in zip(all_axes[0], panels, strict=True):

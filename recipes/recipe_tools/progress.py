@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 from time import monotonic
 from typing import Any
 
@@ -16,6 +18,38 @@ from lightning_recsys.callbacks import LeanCallback
 FIRST = ("train/ne", "eps", "val/ne")  # what a narrow terminal shows; the rest follows as far as there is room
 BAR = 8
 BESIDES = len("Epoch 10/99") + BAR + len("1:00:00") + 5  # with a space after each column, of which there are five
+
+
+class CurrentStream(logging.StreamHandler[Any]):
+    """Writes to what ``sys.stdout`` or ``sys.stderr`` is when a message comes.
+
+    While a bar is drawn, Rich stands there and puts the message above the bar. A usual handler has kept the stream from
+    before, and its message begins in the bar's own line.
+
+    Args:
+        name: ``"stdout"`` or ``"stderr"``.
+    """
+
+    def __init__(self, name: str) -> None:
+        logging.Handler.__init__(self)
+        self._stream_name = name
+
+    @property
+    def stream(self) -> Any:
+        """The present one."""
+        return getattr(sys, self._stream_name)
+
+
+def log_above_bars() -> None:
+    """Let the handlers of Hydra and of Lightning follow ``sys.stdout`` and ``sys.stderr``."""
+    for logger in (logging.root, *map(logging.getLogger, ("pytorch_lightning", "lightning_fabric"))):
+        for place, handler in enumerate(logger.handlers):
+            name = {id(sys.stdout): "stdout", id(sys.stderr): "stderr"}.get(id(getattr(handler, "stream", None)))
+            if type(handler) is logging.StreamHandler and name is not None:
+                logger.handlers[place] = following = CurrentStream(name)
+                following.setLevel(handler.level)
+                following.setFormatter(handler.formatter)
+                following.filters = handler.filters
 
 
 class ProgressBar(LeanCallback, RichProgressBar):
@@ -35,6 +69,11 @@ class ProgressBar(LeanCallback, RichProgressBar):
     ) -> None:
         super().__init__(refresh_rate=refresh_rate, leave=leave, console_kwargs=console_kwargs)
         self._due, self._done = 0.0, 0
+
+    def setup(self, *args: Any, **kwargs: Any) -> None:
+        """Lightning's; the lines of a log stand above the bar."""
+        log_above_bars()
+        super().setup(*args, **kwargs)
 
     def on_train_batch_end(self, *args: Any) -> None:
         """Lightning's, for the batches at which the line is due."""

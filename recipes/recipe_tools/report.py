@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from recipe_tools.record import RunRecord
@@ -27,6 +28,7 @@ METRICS = (
     ("Macro F1", "test/macro_f1", ".4f"),
     ("Recall", "test/recall", ".4f"),
     ("NDCG", "test/ndcg", ".4f"),
+    ("MRR", "test/mrr", ".4f"),
     ("Rows found in the cache (rank 0)", "cache/hit_rate", ".1%"),
     ("Rows too old there", "cache/stale_rate", ".1%"),
     ("Rows fetched, bytes", "comm/rows_bytes", ",.0f"),
@@ -43,6 +45,12 @@ def console() -> Console:
     """A console on standard output; outside a terminal it is wide enough for every table."""
     found = Console()
     return found if found.is_terminal else Console(width=160)
+
+
+def from_here(path: Path) -> str:
+    """A path as one would type it: relative to the current folder where it lies in it."""
+    here = Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
 
 def print_results(title: str, record: RunRecord) -> None:
@@ -68,7 +76,7 @@ def print_results(title: str, record: RunRecord) -> None:
     for about, account in rows_of_files(details.get("rows_read", {})):
         table.add_row(escape(about), account)
     table.add_row("Wall time", f"{record.wall_time:.1f} s")
-    table.add_row("Outputs", escape(str(record.path.parent)))
+    table.add_row("Outputs", escape(from_here(record.path.parent)))
     console().print(table)
 
 

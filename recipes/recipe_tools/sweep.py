@@ -24,6 +24,7 @@ from omegaconf import DictConfig
 from pytorch_lightning.strategies.launchers import _SubprocessScriptLauncher
 from recipe_tools.build import plain
 from recipe_tools.config_types import check_complete
+from recipe_tools.curves import LOG, Curves, draw_curves, read_curves
 from recipe_tools.quiet import be_quiet
 from recipe_tools.record import FILE_NAME, RunRecord, isolated_job
 from recipe_tools.report import METRICS, console
@@ -39,9 +40,9 @@ log = logging.getLogger(__name__)
 class SweepComparison(Callback):
     """Hydra callback: a failed job does not hide the others, and all of them end up in one comparison.
 
-    Writes ``comparison.csv`` and ``comparison.md`` into the sweep's folder and prints the same table; also where the
-    sweep was interrupted, or a search gave up. Where a job of a grid failed, the program ends with status 1 after that.
-    (A search decides itself about failed trials.)
+    Writes ``comparison.csv`` and ``comparison.md`` into the sweep's folder, draws the curves of all jobs into
+    ``comparison.png`` and prints the same table; also where the sweep was interrupted, or a search gave up. Where a job
+    of a grid failed, the program ends with status 1 after that. (A search decides itself about failed trials.)
 
     Args:
         metrics: Metrics that the table shows by their own names, beside the usual ones.
@@ -88,7 +89,8 @@ class SweepComparison(Callback):
             write_csv(folder / "comparison.csv", rows)
             cells = for_people(rows, optimized_metric=config.optimized_metric, own=self._metrics)
             write_markdown(folder / "comparison.md", cells)
-            print_comparison(cells, folder)
+            picture = draw_curves(_curves(records), folder / "comparison.png")
+            print_comparison(cells, folder, drawn=picture is not None)
         return records
 
 
@@ -157,28 +159,44 @@ def read_records(folder: Path, *, since: float) -> list[dict[str, Any]]:
     The folder of an earlier sweep may be used again, and hold jobs that this one does not have.
     """
     paths = [path for path in folder.rglob(FILE_NAME) if path.stat().st_mtime >= since]
-    records = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+    records = [json.loads(path.read_text(encoding="utf-8")) | {"folder": path.parent} for path in paths]
     return sorted(records, key=lambda record: record["job"])
 
 
-def comparison(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One row for each job: number, the overrides in which jobs differ, status, metrics, seconds, error."""
+def varied_overrides(records: list[dict[str, Any]]) -> list[dict[str, str | None]]:
+    """The overrides in which runs differ, of each run by name; ``None`` where it has none of that name."""
     overrides = [
         dict(override.split("=", 1) for override in record["overrides"] if "=" in override) for record in records
     ]
     names = list(dict.fromkeys(name for job in overrides for name in job))
     varied = [name for name in names if len({job.get(name) for job in overrides}) > 1]
+    return [{name: job.get(name) for name in varied} for job in overrides]
+
+
+def _curves(records: list[dict[str, Any]]) -> dict[str, Curves]:
+    """The curves of each job that has logged some, by its number and the overrides in which jobs differ."""
+    curves = {}
+    for record, varied in zip(records, varied_overrides(records), strict=True):
+        log_file = record["folder"] / LOG
+        if log_file.is_file():
+            chosen = ", ".join(f"{name}={value}" for name, value in varied.items() if value is not None)
+            curves[f"{record['job']}: {chosen}"] = read_curves(log_file)
+    return curves
+
+
+def comparison(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One row for each job: number, the overrides in which jobs differ, status, metrics, seconds, error."""
     metrics = list(dict.fromkeys(name for record in records for name in record["metrics"]))
     return [
         {
             "job": record["job"],
-            **{name: job.get(name) for name in varied},
+            **varied,
             "status": record["status"],
             **{name: record["metrics"].get(name) for name in metrics},
             "wall_time_s": record["wall_time_s"],
             "error": record["error"],
         }
-        for record, job in zip(records, overrides, strict=True)
+        for record, varied in zip(records, varied_overrides(records), strict=True)
     ]
 
 
@@ -197,8 +215,8 @@ def write_markdown(path: Path, cells: list[list[str]]) -> None:
     path.write_text("".join(f"| {' | '.join(line)} |\n" for line in lines), encoding="utf-8")
 
 
-def print_comparison(cells: list[list[str]], folder: Path) -> None:
-    """Print the table, in several pieces below each other where it is too wide, and where it was written."""
+def print_comparison(cells: list[list[str]], folder: Path, *, drawn: bool) -> None:
+    """Print the table, in several pieces below each other where it is too wide, and where it was written and drawn."""
     output, num_jobs = console(), len(cells) - 1
     title: str | None = f"{num_jobs} job{'s' if num_jobs > 1 else ''}"
     for columns in fitting(cells, output.width):
@@ -209,9 +227,8 @@ def print_comparison(cells: list[list[str]], folder: Path) -> None:
             table.add_row(*(escape(line[column]) for column in columns))
         output.print(table)
         title = None
-    output.print(
-        f"Written to {folder / 'comparison.csv'} and comparison.md", markup=False, highlight=False, soft_wrap=True
-    )
+    files = ", comparison.md and comparison.png" if drawn else " and comparison.md"
+    output.print(f"Written to {folder / 'comparison.csv'}{files}", markup=False, highlight=False, soft_wrap=True)
 
 
 def fitting(cells: list[list[str]], width: int) -> list[list[int]]:
