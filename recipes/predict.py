@@ -1,6 +1,7 @@
 """Predict: ``python recipes/predict.py checkpoint=logs/.../best.ckpt data=new.csv out=predictions.csv [id=COLUMN]``.
 
 The checkpoint carries the configuration of its run, and what was learned from its rows; the new rows need no label.
+Of a graph all nodes of the run are predicted, or the best items of all its users.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from recipe_tools.build import (
     seed_everything,
 )
 from recipe_tools.config_types import check_complete, check_types
+from recipe_tools.graph_predictions import predict_graph
 from recipe_tools.overrides import explained_overrides
 from recipe_tools.quiet import be_quiet
 from recipe_tools.record import isolated_job
@@ -35,7 +37,7 @@ from lightning_recsys.callbacks import PredictionWriter
 from lightning_recsys.data import TabularDataModule
 from lightning_recsys.data.files import find_files
 from lightning_recsys.runtime import configure_worker
-from lightning_recsys.tasks import CTRTask, load_for_prediction
+from lightning_recsys.tasks import CTRTask, LinkPredictionTask, NodeClassificationTask, load_for_prediction
 
 NUMBERS = 1 << 16  # of rows that are made at a time
 
@@ -52,18 +54,25 @@ def main(cfg: DictConfig) -> None:
     try:
         with isolated_job():
             predict(config)
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, FileNotFoundError, ImportError) as error:
         # Of what was named, or of the rows: a sentence that says what to do. Of a model of one's own it may be another
         # error, whose place `hydra.verbose=predict` tells.
         log.debug("It was raised here:", exc_info=error)
         raise SystemExit("\n".join([str(error), *getattr(error, "__notes__", ())])) from None
 
 
-def predict(config: Config) -> PredictionWriter:
+def predict(config: Config) -> None:
     """Write the predictions, and print what they are of."""
     check_types(config)
-    if not issubclass(get_object(target := config["task"]["_target_"]), CTRTask):
-        raise ValueError(f"checkpoint: predictions are of clicks, but this model was trained by {target}.")
+    kind = get_object(target := config["task"]["_target_"])
+    if issubclass(kind, NodeClassificationTask | LinkPredictionTask):
+        predict_graph(config)
+        return
+    if not issubclass(kind, CTRTask):
+        raise ValueError(
+            "checkpoint: predictions are of clicks, of classes of nodes, and of items for users, but this model was "
+            f"trained by {target}."
+        )
     if config["id"] is not None and config["rows"] is None:
         raise ValueError(f"id={config['id']} is a column of the rows that data= names, of which there are none here.")
     seed_everything(config["seed"])
@@ -101,7 +110,6 @@ def predict(config: Config) -> PredictionWriter:
     trainer.predict(task, datamodule=datamodule, ckpt_path=path, return_predictions=False)
     log.info("Wrote %s: %s predictions.", writer.path, f"{writer.num_rows:,}")
     print_predictions(config["out"], writer.num_rows, datamodule)
-    return writer
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from recipe_tools.advice import print_advice
 from recipe_tools.baseline import logistic_regression
 from recipe_tools.build import (
     Config,
+    build,
     build_all,
     build_callbacks,
     build_datamodule,
@@ -30,6 +31,8 @@ from recipe_tools.build import (
     to_floats,
 )
 from recipe_tools.config_types import check_types
+from recipe_tools.curves import draw_run
+from recipe_tools.on_ray import refuse_one_process, worker_arguments
 from recipe_tools.overrides import explained_overrides, schema_changes
 from recipe_tools.precision import choose_precision
 from recipe_tools.record import RunRecord
@@ -46,15 +49,31 @@ def main(cfg: DictConfig) -> float | None:
         cfg.seed = secrets.randbits(32)
     with recipe_job(cfg) as record:
         try:
-            train(record.config, record)
+            launch(record)
         except SIGTERMException:  # Lightning would end with status 0, as if the run were complete
             raise SystemExit(128 + signal.SIGTERM) from None
+        if rank_zero_only.rank == 0:
+            print_results(cfg.name, record)
+            if not record.sweeping:
+                draw_run(record.path.parent)
+            if (training_rows := record.details["training_rows"]) is not None:
+                print_advice(record, training_rows=training_rows)
         # Alone there is nothing to compare with, and a run that max_steps ends may not have been validated.
         return optimized_value(record.metrics, record.config["optimized_metric"]) if record.sweeping else None
 
 
+def launch(record: RunRecord) -> None:
+    """Train in this process and those that its strategy launches, or where ``launcher`` says."""
+    launcher = record.config.get("launcher")
+    if launcher is None:
+        train(record.config, record)
+    else:
+        check_types(record.config)  # here, and not in each worker and at each of their starts
+        build(launcher)(train, record)
+
+
 def train(config: Config, record: RunRecord) -> None:
-    """Fit, test the best checkpoint, print; the results stand in ``record``.
+    """Fit, test the best checkpoint; the results stand in ``record``.
 
     Where several processes run the recipe, as under ``torchrun``, all of them fit, and rank 0 does the rest.
     """
@@ -72,7 +91,8 @@ def train(config: Config, record: RunRecord) -> None:
     record.details |= choose_precision(config, task, datamodule, sweeping=record.sweeping)
 
     loggers = build_all(config["logger"])
-    trainer = build_trainer(config, callbacks=build_callbacks(config), logger=loggers)
+    trainer = build_trainer(config, callbacks=build_callbacks(config), logger=loggers, **worker_arguments(config))
+    refuse_one_process(trainer, config)
     refuse_reexecution(trainer, sweeping=record.sweeping)
 
     trainer.fit(task, datamodule=datamodule, ckpt_path=config["ckpt_path"])
@@ -104,9 +124,8 @@ def train(config: Config, record: RunRecord) -> None:
     record.details["skipped_rows"] = getattr(datamodule, "skipped_rows", {})  # by file, with on_bad_row=skip
     record.details["rows_read"] = getattr(datamodule, "rows_read", {})  # by file: rows = used + skipped + comments
     record.details["unknown_ids"] = unknown_ids(datamodule)
-    print_results(config["name"], record)
-    if isinstance(datamodule, CTRDataModule):
-        print_advice(record, training_rows=len(datamodule.rows("train")))
+    is_ctr = isinstance(datamodule, CTRDataModule)
+    record.details["training_rows"] = len(datamodule.rows("train")) if is_ctr else None
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """The benchmark's turns, and its command line on a workload too small to mean anything."""
 
-import json
 import math
 import os
 import re
@@ -11,13 +10,14 @@ import sys
 import threading
 import time
 from contextlib import suppress
-from itertools import count
+from itertools import count, pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
 import benchmarks
 import numpy as np
 import pytest
+import torch
 from benchmarks.harness.apart import Apart
 from benchmarks.harness.bars import Bar, Bars
 from benchmarks.harness.estimates import trimmed_mean
@@ -25,6 +25,7 @@ from benchmarks.harness.quadruples import Quadruples
 from benchmarks.harness.report import Curves, Drawn, fill, markdown, show
 from benchmarks.harness.turns import Measurement, Stopped, Turn, in_turns
 from benchmarks.harness.workload import Workload
+from benchmarks.suites.single import roofline
 from benchmarks.suites.single import suite as single
 from benchmarks.suites.single.watching import PROCESSOR, WALL, WARM_UP, Switch, cost, rates
 from omegaconf import OmegaConf
@@ -179,30 +180,6 @@ def test_measurement_then_an_estimate_is_of_the_geometric_mean():
 SMALL = ["suite.models=[deepfm]", "suite.batch_sizes=[16]", "suite.rounds=1", "suite.seconds=0.01", "suite.rows=4096"]
 
 
-def test_command_line_then_every_bar_stands_in_table_json_page_and_picture(run_forked, tmp_path):
-    page = tmp_path / "page.md"
-    page.write_text("before\n<!-- suite=single -->\nold\n<!-- end of suite=single -->\n![rates](images/single.png)\n")
-    folder = f"hydra.run.dir={tmp_path / 'run'}"
-    done = run_forked("benchmark.py", *SMALL, folder, f"page={page}", folder=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "deepfm, B=16" in done.stdout
-    results = json.loads((tmp_path / "run" / "single.json").read_text())
-    assert results["machine"]["threads"] == 1
-    assert {"floor", "ours", "lightning"} <= set(results["rows"][0]["examples_per_second"])
-    assert results["rows"][0]["ratio_to_base"]["floor"] == 1.0
-    bars = results["rows"][-1]["bars"]
-    assert {bar["verdict"] for bar in bars} <= {"pass", "FAIL", "not measured"}
-    for part in ("reader alone", "metrics and callbacks", "numba Adam", "numba FTRL", "memory beyond rows"):
-        assert [bar["name"] for bar in bars if bar["name"].startswith(part)], part
-    memory = next(bar["value"] for bar in bars if bar["name"].startswith("memory"))
-    assert 200 < memory < 1500  # MiB: an interpreter with torch, and not the tables, whose size is known
-    before, *tables, after = page.read_text().splitlines()
-    assert (before, after) == ("before", "![rates](images/single.png)")
-    assert "old" not in tables
-    assert any(line.startswith("| deepfm, B=16 |") for line in tables)
-    assert (tmp_path / "images" / "single.png").stat().st_size > 1000
-
-
 def test_command_line_when_ended_by_sigterm_then_nothing_is_left(tmp_path):
     command = [sys.executable, str(BENCHMARK), *SMALL, "suite.seconds=60", f"hydra.run.dir={tmp_path / 'run'}"]
     (temporary := tmp_path / "temporary").mkdir()
@@ -264,15 +241,31 @@ def test_suite_when_asked_for_what_there_is_not_then_says_so_before_it_measures(
         build(config)
 
 
-def test_command_line_when_asked_for_a_profile_then_parts_add_up_to_the_step(run_forked, tmp_path):
-    run_dir = f"hydra.run.dir={tmp_path}"
-    done = run_forked("benchmark.py", *SMALL, "suite.profile=true", run_dir, folder=tmp_path)
-    assert done.returncode == 0, done.stderr
-    parts, operators = json.loads((tmp_path / "single.json").read_text())["rows"]
-    *milliseconds, whole = parts["milliseconds"].values()
-    assert len(milliseconds) == 6
-    assert sum(milliseconds) == pytest.approx(whole, abs=0.01)
-    assert all(float(row["calls a step"]) > 0 for row in operators["rows"])
+def test_roofline_then_it_has_the_products_rows_and_copies_of_a_step():
+    fields, num_dense, dim, batch_size, hidden = 4, 3, 8, 16, (400, 400)
+    work = Workload(cardinalities=(10,) * fields, num_dense=num_dense, dim=dim, rows=64)
+    step = roofline.Work.of_step(work, "wide_deep", batch_size)
+    layers = list(pairwise([num_dense + fields * dim, *hidden, 1]))
+    forward = sum(2 * batch_size * inputs * outputs for inputs, outputs in layers)
+    no_gradient = 2 * batch_size * num_dense * hidden[0]  # of the numbers that come in
+    assert sum(product.operations for product in step.products) == 3 * forward - no_gradient
+    assert sorted(step.widths) == [1, dim]
+    assert sum(step.copied) == 2 * batch_size * (fields * (dim + 1) + sum(hidden))
+    assert len(step.ids) == batch_size * fields
+    assert [field for field in range(fields) for _ in range(batch_size)] == (step.ids // 10).tolist()
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+def test_roofline_then_every_way_to_a_product_is_of_the_product_itself(groups):
+    product = roofline.Product(groups, rows=5, inner=4, columns=6)
+    for way in product._ways(torch.float32):
+        assert torch.as_tensor(way()).numel() == groups * 5 * 6
+    assert product.operations == 2 * groups * 5 * 4 * 6
+
+
+def test_roofline_then_the_share_is_that_of_the_parts_time():
+    rates = {"products": [10.0, 8.0], "rows": [20.0, 16.0], "copies": [20.0, 16.0], "ours": [4.0, 3.2]}
+    assert roofline._share(Measurement(rates)) == pytest.approx(0.8)
 
 
 def test_bar_then_the_limit_itself_passes_and_what_is_not_measured_says_so():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from contextlib import nullcontext
@@ -16,7 +15,7 @@ import torch
 from benchmarks.harness import jobs
 from benchmarks.harness.hosts import Host, NoLinkError
 from benchmarks.harness.job_training import make_strategy
-from benchmarks.harness.jobs import Job, processor_seconds
+from benchmarks.harness.jobs import Job
 from benchmarks.suites.des import processors as des_processors
 from benchmarks.suites.des import quality as des_quality
 from benchmarks.suites.des import suite as des
@@ -27,6 +26,7 @@ from benchmarks.suites.des.rows import CriteoRows, HeldRows, PaperRows, distinct
 
 from lightning_recsys.data import Batch
 from lightning_recsys.embeddings import SparseFeatures
+from lightning_recsys.monitoring.processes import processor_seconds
 
 SMALL = PaperRows(num_fields=5, ids=50, hidden=(8, 4))
 
@@ -243,30 +243,3 @@ def test_quality_then_the_bar_is_the_difference_of_the_means():
         "0.7100 (0.7000 to 0.7200)",
         "0.2900 (0.2800 to 0.3000)",
     ]
-
-
-# --- The command line ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-@pytest.mark.timeout(400)
-def test_link_then_logistic_regression_trains_on_two_hosts_with_all_strategies(run_forked, tmp_path):
-    page = tmp_path / "page.md"
-    page.write_text("<!-- suite=des -->\n<!-- end of suite=des -->\n")
-    short = ("suite.rounds=1", "suite.seconds=0.5", "suite.batch_sizes.Criteo=64", "suite.models=[LR]")
-    short += ("~suite.batch_sizes.paper",)  # a dict on the command line is added to the file's
-    own = ("suite=des", "suite.parts=[link]", f"hydra.run.dir={tmp_path / 'run'}", f"page={page}")
-    done = run_forked("benchmark.py", *own, *short, folder=tmp_path)
-    assert done.returncode == 0, done.stderr
-    *results, bars = json.loads((tmp_path / "run" / "des.json").read_text())["rows"]
-    if not results:
-        pytest.skip("network namespaces need root and iproute2")
-    row, *others = results
-    (sent,) = (result for result in others if "sent_bytes" in result)
-    assert set(row["examples_per_second"]) == {DES, PS, ALL_REDUCE}
-    assert list(sent["sent_bytes"]) == ["LR, Criteo, B=64"]
-    for bytes_of in sent["sent_bytes"].values():
-        assert bytes_of["counted"][DES] == pytest.approx(bytes_of["expected"]["traffic"][DES]["sent_bytes"], rel=0.1)
-    assert {bar["verdict"] for bar in bars["bars"]} <= {"pass", "FAIL"}
-    assert "limit" in page.read_text()

@@ -31,7 +31,7 @@ SMALLEST = {
     "kernels": "batch_sizes=[16] rounds=1 seconds=0.01",
     "data": "rows=4096 batch_sizes=[64] workers=[1,2] rounds=1 seconds=0.01 prepare_rows=2000",
     "shadowsync": "batch_size=16 rounds=1 seconds=0.1 store.shapes=[[16,16],[128,16]] store.rounds=1 store.seconds=0.01"
-    " requests.rates=[1gbit] requests.batch_size=8 requests.dim=8 requests.rows=256 requests.warm_steps=5"
+    " requests.rates=[1gbit] requests.batch_size=128 requests.dim=16 requests.rows=1024 requests.warm_steps=5"
     f" requests.rounds=1 requests.seconds=0.1 quality.seeds=[0] quality.data.synthetic={ONE_RUN}"
     " ~quality.data.MovieLens-1M",
     "het": "traffic.rows=2560 traffic.skip_rows=1280 traffic.batch_sizes=[128] traffic.staleness=[10]"
@@ -45,10 +45,13 @@ SMALLEST = {
     f" quality.staleness=[0,10,null] quality.seeds=[0] quality.data.synthetic={ONE_RUN} ~quality.data.MovieLens-1M",
     "des": "batch_sizes.paper=16 ~batch_sizes.Criteo rounds=1 seconds=0.2"
     f" quality.seeds=[0] quality.data.synthetic={ONE_RUN} ~quality.data.MovieLens-1M",
+    "plan": "models=[dlrm] methods=[ddp,shadowsync] batch_sizes=[16] dims=[16] rates=[1gbit] rows=4096 rounds=1"
+    " seconds=0.1 local_seconds=0.2",
     "hierarchical": "batch_sizes=[16] rates=[1gbit] rounds=1 seconds=0.1"
     f" quality.seeds=[0] quality.data.MovieLens-1M={ONE_RUN}"
     " quality.rates={optim.rows.lr:[0.05],optim.dense.lr:[0.012]}",
-    "graph": "sampling.num_nodes=2000 sampling.num_edges=20000 sampling.batch_size=16 sampling.rounds=1"
+    "graph": "building.num_nodes=2000 building.num_edges=20000"
+    " sampling.num_nodes=2000 sampling.num_edges=20000 sampling.batch_size=16 sampling.rounds=1"
     " sampling.seconds=0.01 starving.num_nodes=2000 starving.num_edges=20000 starving.batch_size=16 starving.dim=4"
     " starving.rounds=1 starving.seconds=0.05 misses.num_nodes=2000 misses.num_edges=20000 misses.batch_size=4"
     " misses.steps=20 misses.skip=10 misses.fractions=[0.1] link.num_nodes=2000 link.num_edges=20000 link.dim=16"
@@ -111,6 +114,14 @@ def page_of(command: list[str]) -> Path:
     return ROOT / next(x.partition("=")[2] for x in command if x.startswith("page="))
 
 
+def split_at(name: str, page: str) -> tuple[str, str, str]:
+    """What stands before, between and behind the lines that say where a command's tables are."""
+    before, _, rest = page.partition(f"<!-- suite={name} -->\n")
+    table, end, after = rest.partition(f"<!-- end of suite={name} -->")
+    assert end, "the page has no place for them"
+    return before, table, after
+
+
 def test_pages_then_each_has_the_commands_of_its_own_suite_and_they_fill_it():
     suites = {path.stem for path in (CONF / "suite").glob("*.yaml")}
     assert {page.stem for page in PAGES} == suites | {"index"}
@@ -145,12 +156,87 @@ def test_command_of_the_page_when_run_at_its_smallest_then_fills_the_page(comman
     done = run_forked(str(SCRIPT), *command, *smallest(command), *own, folder=tmp_path)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
     name = next((x.partition("=")[2] for x in command if x.startswith("name=")), suite_of(command))
-    results = json.loads((tmp_path / "run" / f"{name}.json").read_text())["rows"]
+    told = json.loads((tmp_path / "run" / f"{name}.json").read_text())
+    results = told["rows"]
     assert results
-    assert page.read_text() != original.read_text()
+    assert told["machine"]["threads"] == 1
+    before, table, after = split_at(name, page.read_text())
+    old_before, old_table, old_after = split_at(name, original.read_text())
+    assert (before, after) == (old_before, old_after)
+    assert table != old_table
     said = " ".join((done.stdout + done.stderr).split())
     has_links = not any(x in said for x in LEFT_OUT)
     assert has_links or os.geteuid() != 0, "root can have network namespaces"
     # Bars of other projects, which are not installed everywhere, are for larger batches than these.
     unmeasured = [x["name"] for x in results[-1].get("bars", []) if x["verdict"] == "not measured"]
     assert not (has_links and unmeasured), unmeasured
+    for part in parts_of(command):
+        if has_links and (check := CHECKS.get((suite_of(command), part))) is not None:
+            check(results)
+
+
+def check_steps_of_single(results) -> None:
+    """All that is compared is there, each with its bar."""
+    assert {"floor", "ours", "lightning"} <= set(results[0]["examples_per_second"])
+    assert results[0]["ratio_to_base"]["floor"] == 1.0
+    bars = results[-1]["bars"]
+    for part in ("reader alone", "metrics and callbacks", "numba Adam", "numba FTRL", "memory beyond rows"):
+        assert [x["name"] for x in bars if x["name"].startswith(part)], part
+    memory = next(x["value"] for x in bars if x["name"].startswith("memory"))
+    assert 200 < memory < 1500  # MiB: an interpreter with torch, and not the tables, whose size is known
+
+
+def check_profile_of_single(results) -> None:
+    """The parts of a step add up to the whole."""
+    parts, operators, *_ = results
+    *milliseconds, whole = parts["milliseconds"].values()
+    assert len(milliseconds) == 6
+    assert sum(milliseconds) == pytest.approx(whole, abs=0.01)
+    assert all(float(row["calls a step"]) > 0 for row in operators["rows"])
+
+
+def check_overhead_of_shadowsync(results) -> None:
+    """Both jobs train, and one of them synchronises, over the wire."""
+    rates = [x["examples_per_second"] for x in results if "examples_per_second" in x]
+    (both,) = (x for x in rates if set(x) == {"not synchronised", "S-EASGD"})
+    assert min(both.values()) > 0
+    (gaps,) = (x["telemetry"] for x in results if set(x.get("telemetry", ())) == {"S-EASGD"})
+    assert set(gaps["S-EASGD"]) == {"0", "1"}
+    assert all(trainer["comm/sent_bytes"] > 4e6 for trainer in gaps["S-EASGD"].values())
+
+
+def check_requests_of_shadowsync(results) -> None:
+    """All of them cross the link with the bytes expected."""
+    (table,) = (x["rows"] for x in results if any("MB a step on the interface" in row for row in x.get("rows", ())))
+    assert len(table) == 6  # lookups and operations of caches, by three variants
+    bars = [
+        x for x in results[-1]["bars"] if x["name"].startswith("bytes on the interface off those expected, lookups")
+    ]
+    assert [x["verdict"] for x in bars] == ["pass"] * 3
+
+
+def check_link_of_des(results) -> None:
+    """Logistic regression trains on two hosts under all strategies, with the bytes expected."""
+    assert any(len(x.get("examples_per_second", ())) == 3 for x in results)
+    (sent,) = (x["sent_bytes"] for x in results if "sent_bytes" in x)
+    for setting, bytes_of in sent.items():
+        expected = bytes_of["expected"]["traffic"]["DES"]["sent_bytes"]
+        # What frames carry besides is a tenth of the smallest message, a logit for each of 16 examples.
+        assert bytes_of["counted"]["DES"] == pytest.approx(expected, rel=0.02, abs=100), setting
+
+
+def check_steps_of_hierarchical(results) -> None:
+    """The bytes that cross the link are those told, but for what TCP adds to messages as small as these."""
+    off = [x["value"] for x in results[-1]["bars"] if x["name"].startswith("bytes on the interface off those told")]
+    assert len(off) == 5
+    assert max(off) < 10  # percent
+
+
+CHECKS = {
+    ("single", "steps"): check_steps_of_single,
+    ("single", "profile"): check_profile_of_single,
+    ("shadowsync", "overhead"): check_overhead_of_shadowsync,
+    ("shadowsync", "requests"): check_requests_of_shadowsync,
+    ("des", "link"): check_link_of_des,
+    ("hierarchical", "steps"): check_steps_of_hierarchical,
+}

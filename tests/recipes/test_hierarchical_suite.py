@@ -1,8 +1,6 @@
 """The suite of Hierarchical Training: its plans, and how its measurements are held against what is foretold."""
 
-import os
 import re
-import shutil
 from contextlib import nullcontext
 from functools import partial
 from inspect import signature
@@ -141,19 +139,6 @@ def test_waits_when_the_end_is_asked_for_then_stops(tmp_path):
     waits.on_train_batch_end(trainer)
     assert trainer.should_stop
     waits._file.close()
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("tc") is None, reason="needs root and iproute2")
-def test_run_on_two_hosts_then_what_crosses_the_link_is_what_is_told(monkeypatch):
-    monkeypatch.setattr(hierarchical, "encryption_seconds", lambda: 1e-9)
-    small = {"compressions": ["none"], "batch_sizes": [32], "rates": ["1gbit"], "seconds": 0.5}
-    row, *_, bars = hierarchical.run(**{**OPTIONS, **small, "placements": ["rules"], "compressed_placement": "rules"})
-    assert min(row.measured.rates["rules"]) > 0
-    verdicts = [bar.verdict for bar in bars.bars if "bytes" in bar.name]
-    assert verdicts
-    assert set(verdicts) == {"pass"}
 
 
 # --- Quality ---------------------------------------------------------------------------------------------------------

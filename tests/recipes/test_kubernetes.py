@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import urllib.request
 from pathlib import PurePath
 
 import kubernetes_validate
@@ -13,6 +14,7 @@ from recipe_helpers import ROOT
 from torch.distributed.run import get_args_parser
 
 from lightning_recsys.cli import RECIPES
+from lightning_recsys.monitoring import MonitoringEndpoint
 from lightning_recsys.parameter_server.cli import _parser
 from lightning_recsys.strategies import HETStrategy
 
@@ -73,7 +75,7 @@ def test_worker_then_torchrun_and_the_recipe_take_its_arguments(composed):
     assert (config.trainer.num_nodes, config.trainer.devices, config.ckpt_path) == ("auto", "auto", "last")
     assert config.strategy._target_.endswith(HETStrategy.__name__)
     names = [f"servers-{x}.{SERVERS['spec']['serviceName']}" for x in range(SERVERS["spec"]["replicas"])]
-    (port,) = CONTAINERS["server"]["ports"]
+    port, _ = CONTAINERS["server"]["ports"]
     assert config.strategy.servers == [f"tcp://{name}:{port['containerPort']}" for name in names]
     HETStrategy(servers=list(config.strategy.servers), key_file=config.strategy.key_file)  # takes these endpoints
     assert volume_of("worker", config.strategy.key_file) == "keys"
@@ -85,13 +87,29 @@ def test_worker_then_torchrun_and_the_recipe_take_its_arguments(composed):
 def test_server_then_its_command_takes_its_arguments():
     assert CONTAINERS["server"]["command"] == ["lightning-recsys-server"]
     options = _parser().parse_args(CONTAINERS["server"]["args"])
-    (port,) = CONTAINERS["server"]["ports"]
+    port, _ = CONTAINERS["server"]["ports"]
     assert options.bind == f"tcp://0.0.0.0:{port['containerPort']}"
     assert volume_of("server", options.keys) == "keys"
     (claim,) = SERVERS["spec"]["volumeClaimTemplates"]
     assert volume_of("server", options.folder) == claim["metadata"]["name"]
     assert MANIFESTS["Service", "servers"]["spec"]["ports"][0]["port"] == port["containerPort"]
     assert MANIFESTS["Service", "servers"]["spec"]["selector"].items() <= PODS["server"]["metadata"]["labels"].items()
+
+
+def test_server_then_its_probes_and_annotations_name_the_port_at_which_it_tells_metrics():
+    options = _parser().parse_args(CONTAINERS["server"]["args"])
+    _, port = CONTAINERS["server"]["ports"]
+    assert port == {"name": "metrics", "containerPort": options.metrics_port}
+    notes = PODS["server"]["metadata"]["annotations"]
+    assert notes["prometheus.io/scrape"] == "true"
+    with MonitoringEndpoint() as endpoint:
+        endpoint.set_ready()
+        paths = [CONTAINERS["server"][x]["httpGet"]["path"] for x in ("readinessProbe", "livenessProbe")]
+        for path in (*paths, notes["prometheus.io/path"]):
+            with urllib.request.urlopen(endpoint.url + path, timeout=20) as answer:
+                assert answer.status == 200
+    assert {CONTAINERS["server"][x]["httpGet"]["port"] for x in ("readinessProbe", "livenessProbe")} == {"metrics"}
+    assert notes["prometheus.io/port"] == str(port["containerPort"])
 
 
 @pytest.mark.parametrize("role", PODS)
@@ -106,14 +124,16 @@ def test_keys_then_are_copied_for_their_owner_alone(role):
 
 
 def test_network_then_lets_workers_to_each_other_and_to_the_port_of_servers():
-    (port,) = CONTAINERS["server"]["ports"]
+    port, _ = CONTAINERS["server"]["ports"]
     for role, ports in (("worker", None), ("server", [{"protocol": "TCP", "port": port["containerPort"]}])):
         policy = MANIFESTS["NetworkPolicy", f"{role}s"]["spec"]
-        (rule,) = policy["ingress"]
+        rule, *others = policy["ingress"]
         (peer,) = rule["from"]
         assert policy["podSelector"]["matchLabels"] == PODS[role]["metadata"]["labels"]
         assert peer["podSelector"]["matchLabels"] == PODS["worker"]["metadata"]["labels"]
         assert rule.get("ports") == ports
+        metrics = [{"protocol": "TCP", "port": x["containerPort"]} for x in CONTAINERS[role].get("ports", [])[1:]]
+        assert [x["ports"] for x in others] == ([metrics] if role == "server" else [])
 
 
 def test_shared_memory_then_fits_into_the_memory_of_the_pod():

@@ -78,7 +78,7 @@ def test_cache_operations_then_a_steps_bytes_are_those_of_what_it_missed_and_pus
 def ratios(monkeypatch):
     """The part as if ours were 0.95 times as fast as RPC, whatever the link and whatever is asked."""
 
-    def pretend(makes, rates, *, batch_size, rounds, seconds):
+    def pretend(makes, rates, *, batch_size, rounds, seconds, read):
         measured = Measurement({"bare link": [200.0], "torch RPC": [100.0], "ours": [95.0]})
         return dict.fromkeys(rates, measured), {by: Told(Crossed(10, 101e6, 100e6), {}) for by in makes}
 

@@ -1,16 +1,19 @@
 """What ``recipes/serve.py`` leaves of a server's processes, and ``recipes/export.py`` beside a version that is held."""
 
 import multiprocessing
+import socket
 import time
 from types import SimpleNamespace
 
 import export as recipe
+import litserve
 import pytest
 import torch
 from serve import run
 
 from lightning_recsys.models import LogisticRegression
 from lightning_recsys.serving import ModelReader, dense, export, roll_back
+from lightning_recsys.serving.server import _Server
 
 
 class Interrupted:
@@ -36,6 +39,24 @@ def test_server_when_ended_while_it_starts_then_no_process_is_left():
     with pytest.raises(SystemExit, match="was killed"):
         run(Interrupted(RuntimeError("a process was killed")), host="127.0.0.1", port=8000)
     assert multiprocessing.active_children() == []
+
+
+@pytest.mark.timeout(60)
+def test_server_when_it_says_that_it_answers_then_a_connection_is_not_refused(monkeypatch):
+    said = []
+
+    def connect():
+        socket.create_connection(bound.getsockname(), timeout=10).close()
+        said.append(len(started))
+
+    started = []
+    monkeypatch.setattr(litserve.LitServer, "_start_server", lambda *_: started.append(1) or {0: "process"})
+    server = object.__new__(_Server)
+    server.on_ready = connect
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        assert server._start_server(0, 1, "warning", [bound], "process") == {0: "process"}
+    assert said == [1]
 
 
 def test_export_when_another_version_is_held_then_onnx_is_of_the_published_one_and_a_warning_says_what_counts(

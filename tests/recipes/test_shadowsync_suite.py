@@ -1,6 +1,5 @@
 """The ShadowSync suite: jobs in turns, a link between two hosts, what is kept of interrupted runs, the command line."""
 
-import json
 import math
 import os
 import shutil
@@ -18,7 +17,7 @@ import pytest
 from benchmarks.harness import hosts, jobs, processes
 from benchmarks.harness.bars import Bars
 from benchmarks.harness.hosts import Host, NoLinkError, linked_hosts
-from benchmarks.harness.jobs import Job, descendants, steps_per_second
+from benchmarks.harness.jobs import Job, steps_per_second
 from benchmarks.suites.shadowsync import quality as shadowsync_quality
 from benchmarks.suites.shadowsync import suite as shadowsync
 from benchmarks.suites.shadowsync import training as shadowsync_training
@@ -27,6 +26,7 @@ from omegaconf import OmegaConf
 from recipe_helpers import CONF, TINY
 from recipe_tools.quiet import be_quiet
 
+from lightning_recsys.monitoring.processes import descendants
 from lightning_recsys.strategies import ShadowSyncStrategy
 
 CHAIN = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])"
@@ -328,77 +328,6 @@ def test_slowed_then_only_its_rank_computes_so_many_times_as_long(monkeypatch):
         callback.on_train_batch_end(SimpleNamespace(global_rank=rank), module, None, "batch", 0)
         # A tick for each look at the clock: begun, done, and one before each computation.
         assert computed == ["batch"] * expected
-
-
-# --- The command line ------------------------------------------------------------------------------------------------
-
-SHORT = (
-    "suite=shadowsync",
-    "suite.parts=[overhead,store,requests]",
-    "suite.rounds=1",
-    "suite.seconds=0.2",
-    "suite.batch_size=64",
-    "suite.store.shapes=[[16,64]]",
-    "suite.store.rounds=1",
-    "suite.store.seconds=0.02",
-    "suite.requests.asked=[lookups]",
-    "suite.requests.rates=[1gbit]",
-    "suite.requests.dim=16",
-    "suite.requests.rows=1024",
-    "suite.requests.rounds=1",
-    "suite.requests.seconds=0.1",
-)
-
-
-@pytest.fixture(scope="module")
-def parts(run_forked, tmp_path_factory):
-    """The folder of one run of two parts, which fills a page as well; the results, and the bars by name."""
-    folder = tmp_path_factory.mktemp("parts")
-    page = folder / "page.md"
-    page.write_text("<!-- suite=shadowsync -->\n<!-- end of suite=shadowsync -->\n![rates](images/shadowsync.png)\n")
-    done = run_forked("benchmark.py", *SHORT, f"hydra.run.dir={folder / 'run'}", f"page={page}", folder=folder)
-    assert done.returncode == 0, done.stderr
-    assert all(f"{part}: " in done.stdout for part in ("overhead", "store", "requests"))  # how long it took
-    assert "limit" in page.read_text()
-    *results, bars = json.loads((folder / "run" / "shadowsync.json").read_text())["rows"]
-    return folder, results, bars["bars"]
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-def test_overhead_then_both_jobs_train_and_one_of_them_synchronises(parts):
-    folder, (row, gaps, *_), bars = parts
-    assert set(row["examples_per_second"]) == {"not synchronised", "S-EASGD"}
-    assert min(row["examples_per_second"].values()) > 0
-    assert list(gaps["telemetry"]) == ["S-EASGD"]
-    assert set(gaps["telemetry"]["S-EASGD"]) == {"0", "1"}
-    assert all(trainer["comm/sent_bytes"] > 4e6 for trainer in gaps["telemetry"]["S-EASGD"].values())  # over the wire
-    assert {bar["verdict"] for bar in bars} <= {"pass", "FAIL"}
-    assert (folder / "images" / "shadowsync.png").stat().st_size > 1000
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-def test_store_then_every_comparison_has_its_bar(parts):
-    _, (_, _, row, *_), bars = parts
-    assert set(row["examples_per_second"]) == {"shm", "bare FBGEMM", "bare kernel of ours"}
-    assert sum(bar["name"].startswith("shm / bare FBGEMM kernel") for bar in bars) == 1
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-def test_requests_then_all_of_them_cross_the_link_with_the_bytes_expected(parts):
-    _, (_, _, _, *results), bars = parts
-    if not results:
-        pytest.skip("there can be no network namespaces here")
-    row, times, table = results
-    assert len(times["rows"]) == 1
-    assert set(row["examples_per_second"]) == {"bare link", "torch RPC", "ours"}
-    assert len(table["rows"]) == 3
-    held = {bar["name"]: bar for bar in bars}
-    assert held["lookups, ours with keys / torch RPC, 1gbit"]["verdict"] in ("pass", "FAIL")
-    crossed = [bar for name, bar in held.items() if name.startswith("bytes on the interface off those expected")]
-    assert [bar["verdict"] for bar in crossed] == ["pass"] * 3
 
 
 def test_suite_when_a_part_is_unknown_then_the_parts_are_named(tmp_path):

@@ -193,7 +193,7 @@ def test_comparison_when_it_is_wider_than_the_terminal_then_every_cell_is_whole_
     for line in cells[1:]:
         line.append("ValueError: " + "a long sentence that no line of this terminal holds " * 3)
     monkeypatch.setattr(sweep_tools, "console", lambda: Console(width=80, force_terminal=False))
-    print_comparison(cells, tmp_path)
+    print_comparison(cells, tmp_path, drawn=False)
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines[:-1])) <= 80
     shown = [[cell.strip() for cell in re.split("[│┃]", line)[1:-1]] for line in lines]

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import zipfile
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import pytest.__main__
@@ -144,6 +146,23 @@ def test_usage_then_names_all_recipes_of_the_repository(capsys):
     assert main(["--help"]) == 0
     assert capsys.readouterr().out == usage()
     assert all(f"  {name} " in usage() for name in (*RECIPES, "server", "groups", "checkpoint"))
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("arguments", [("--help",), ("train", "--help")])
+def test_help_when_its_reader_has_ended_then_ends_without_a_traceback(arguments, unbuffered, monkeypatch):
+    monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
+    command = [sys.executable, "-m", "lightning_recsys", *arguments]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process.stdout.close()
+    assert (process.stderr.read(), process.wait()) == ("", 128 + signal.SIGPIPE)
+    process.stderr.close()
+
+
+def test_broken_pipe_when_it_is_not_that_of_the_output_then_is_raised(monkeypatch):
+    monkeypatch.setattr("lightning_recsys.cli.run_recipe", Mock(side_effect=BrokenPipeError("a socket's")))
+    with pytest.raises(BrokenPipeError, match="a socket's"):
+        main(["train"])
 
 
 def test_command_when_unknown_then_status_2_and_the_known_ones(capsys):

@@ -92,10 +92,13 @@ def limit_rate(hosts: tuple[Host, Host], rate: str, *, burst: str = "128kb") -> 
     Args:
         hosts: Its ends.
         rate: In the words of ``tc``.
-        burst: What goes through at once after a pause, in the same words; a large one lets short messages through for
-            free, and a small one cannot keep a fast link busy.
+        burst: What goes through at once after a pause, in the same words: ``128kb``. A large one lets short messages
+            through for free. Packets that the kernel joins are no larger, for they would be cut up one by one.
     """
+    kilo = burst.endswith("kb")
+    joined = min(65536, 2 * int(burst.rstrip("kb")) * (1024 if kilo else 1) // 3)
     for host in hosts:
+        _run(*host.command(*f"ip link set dev {host.interface} gso_max_size {joined}".split()))
         shape = f"tc qdisc replace dev {host.interface} root tbf rate {rate} burst {burst} latency 50ms"
         _run(*host.command(*shape.split()))
 

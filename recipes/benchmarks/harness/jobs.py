@@ -21,6 +21,8 @@ from typing import Any
 import numpy as np
 from benchmarks.harness import processes
 
+from lightning_recsys.monitoring.processes import descendants, processor_seconds
+
 START_SECONDS = 300.0  # for a job to make its first steps on a busy machine
 END_SECONDS = 60.0  # for a job to end when it is asked to
 
@@ -262,29 +264,6 @@ def steps_per_second(workers: Sequence[np.ndarray], runs: Sequence[tuple[float, 
         clock = np.interp(times, np.ravel(runs), np.repeat(active, 2)[1:-1])
         total += np.interp(turns, clock, np.arange(len(clock)))
     return list((np.diff(total) / np.diff(turns)).tolist())
-
-
-def descendants(*roots: int) -> list[int]:
-    """Processes and all that they started, directly or not."""
-    children: dict[int, list[int]] = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # it has ended
-            # What stands behind the command, which may have any character, is: state, parent, ...
-            parent = int(path.read_text().rpartition(")")[2].split()[1])
-            children.setdefault(parent, []).append(int(path.parent.name))
-    found = list(roots)
-    for pid in found:
-        found += children.get(pid, ())
-    return found
-
-
-def processor_seconds(pid: int) -> float:
-    """Processor time of a process, all its threads together; 0 where there is none any more."""
-    try:
-        behind_command = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return 0.0
-    return (int(behind_command[11]) + int(behind_command[12])) / os.sysconf("SC_CLK_TCK")
 
 
 @contextmanager

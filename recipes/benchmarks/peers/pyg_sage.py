@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch_geometric.nn import SAGEConv
 
 from lightning_recsys.embeddings import SparseFeatures
+from lightning_recsys.models.graphsage import Block
 
 
 class PyGSAGE(nn.Module):
@@ -41,9 +42,7 @@ class PyGSAGE(nn.Module):
         """What inputs meet first, and our model has in tables: rows of nodes, or the first layer's column of a word."""
         return [self.layers[0].lin_l.weight, self.layers[0].lin_r.weight] if self.rows is None else [self.rows.weight]
 
-    def forward(
-        self, dense: Tensor, nodes: SparseFeatures, sparse: SparseFeatures, blocks: Sequence[tuple[Tensor, Tensor]]
-    ) -> Tensor:
+    def forward(self, dense: Tensor, nodes: SparseFeatures, sparse: SparseFeatures, blocks: Sequence[Block]) -> Tensor:
         parts = [] if self.rows is None else [self.rows(nodes.values)]
         if self.words:
             lengths = sparse.bag_lengths()
@@ -51,7 +50,8 @@ class PyGSAGE(nn.Module):
             x[torch.arange(len(lengths)).repeat_interleave(lengths), sparse.values] = 1
             parts.append(x / lengths.clamp(min=1)[:, None])
         x = torch.cat(parts, 1)
-        for number, (layer, (offsets, neighbors)) in enumerate(zip(self.layers, blocks, strict=True)):
+        for number, (layer, (offsets, neighbors, weights)) in enumerate(zip(self.layers, blocks, strict=True)):
+            assert weights is None, "this benchmark's edges have no weights"
             x = self.dropout(x.relu()) if number else x
             size = (len(offsets) - 1, len(x))
             with warnings.catch_warnings():

@@ -33,7 +33,7 @@ from lightning_recsys.parameter_server.remote import RemoteStores
 from lightning_recsys.placement import TablePart
 from lightning_recsys.row_cache import CachePolicy
 from lightning_recsys.row_cache.backend import CachedBackend
-from lightning_recsys.row_cache.look_ahead import BYTES_PER_ID
+from lightning_recsys.strategies.common.look_ahead import BYTES_PER_ID
 from lightning_recsys.strategies.rows.cached import DEFAULT_LOOKAHEAD_BATCHES, DEFAULT_LOOKAHEAD_BYTES
 
 CACHED = 0.1  # of all rows

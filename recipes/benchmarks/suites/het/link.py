@@ -17,7 +17,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from benchmarks.harness.bars import Bar
@@ -36,6 +36,7 @@ TRAINING = "benchmarks.suites.het.training"
 PER_STEP = ("", "steps", "MB a step on the interface", "MB a step told")
 HYBRID, PREFETCHED, HET = "hybrid", "hybrid, prefetched", "het"
 
+T = TypeVar("T")
 MakeJob = Callable[[tuple[Host, Host], Path], Job]
 
 log = logging.getLogger("benchmark")
@@ -137,6 +138,7 @@ def measure_combined(
     *,
     rates: Sequence[str],
     at_least: float,
+    prefetched_at_least: float,
     model: str,
     batch_size: int,
     dim: int,
@@ -145,11 +147,14 @@ def measure_combined(
     seconds: float,
     warm_steps: int,
 ) -> Measured:
-    """A worker of ShadowSync, which trains its rows where they lie or in a cache: rates, and the bytes that crossed.
+    """A worker of ShadowSync, which trains its rows where they lie, asks for them early, or has them in a cache.
+
+    Measured are rates, and the bytes that crossed.
 
     Args:
         rates: Of the link, in the words of ``tc``.
         at_least: Bar: the rate with cached rows over that with plain ones, at each of these.
+        prefetched_at_least: The same for rows that are asked for one step early.
         model: One of ``training.PAPERS_MODELS``.
         batch_size: Examples of a step.
         dim: Width of the rows.
@@ -158,9 +163,11 @@ def measure_combined(
         seconds: Of each variant in each round.
         warm_steps: Steps until the cache is full.
     """
-    plain, cached = "shadowsync, plain rows", "shadowsync, cached rows"
+    plain, cached, prefetched = (f"shadowsync, {kind} rows" for kind in ("plain", "cached", "prefetched"))
+    limits = {cached: at_least, prefetched: prefetched_at_least}
     strategies = {
         plain: ({"dense": "easgd", "rows": "plain", "pace": "free"}, 5),
+        prefetched: ({"dense": "easgd", "rows": "plain", "pace": "free", "prefetch": True}, 5),
         cached: ({"dense": "easgd", "rows": "cached", "pace": "free"}, warm_steps),
     }
     settings = {"model": model, "batch_size": batch_size, "dim": dim, "rows": rows}
@@ -168,13 +175,16 @@ def measure_combined(
         measured, jobs = measure_variants(settings, strategies, rates, rounds=rounds, seconds=seconds)
     except NoLinkError as error:
         log.warning("The link is left out: %s.", error)
-        return [], [Bar(f"{cached} / plain, {rate}", None, "at least", at_least, " x") for rate in rates]
+        return [], [Bar(f"{x} / plain, {rate}", None, "at least", limits[x], " x") for rate in rates for x in limits]
     results: list[Result] = [
         Row(f"{model}, {rate}, B={batch_size}, D={dim}", measured[rate], base=plain) for rate in rates
     ]
     lines = [job.crossed.line(name) for name, job in jobs.items()]
-    ratios = {rate: measured[rate].ratio(cached, plain) for rate in rates}
-    bars = [Bar(f"{cached} / plain, {rate}", ratio, "at least", at_least, " x") for rate, ratio in ratios.items()]
+    bars = [
+        Bar(f"{name} / plain, {rate}", measured[rate].ratio(name, plain), "at least", limit, " x")
+        for rate in rates
+        for name, limit in limits.items()
+    ]
     bars += [job.crossed.bar(name) for name, job in jobs.items()]
     return [*results, Columns("Bytes between worker and server, both ways", PER_STEP, lines)], bars
 
@@ -213,6 +223,11 @@ class Told:
     crossed: Crossed
     telemetry: Mapping[str, float]
 
+    @classmethod
+    def read(cls, job: Job) -> Told:
+        """Of a job that has ended, and that counts bytes as :class:`~benchmarks.suites.het.training.CrossedBytes`."""
+        return cls(Crossed.read(job.folder), job.telemetry.get(0, {}))
+
 
 def measure_variants(
     settings: Mapping[str, Any],
@@ -243,23 +258,34 @@ def measure_variants(
         name: partial(_job, name, training, settings, strategy, warm_steps)
         for name, (strategy, warm_steps) in strategies.items()
     }
-    return measure_on_links(makes, rates, batch_size=settings["batch_size"], rounds=rounds, seconds=seconds)
+    return measure_on_links(
+        makes, rates, batch_size=settings["batch_size"], rounds=rounds, seconds=seconds, read=Told.read
+    )
 
 
 def measure_on_links(
-    makes: Mapping[str, MakeJob], rates: Sequence[str], *, batch_size: int, rounds: int, seconds: float
-) -> tuple[dict[str, Measurement], dict[str, Told]]:
+    makes: Mapping[str, MakeJob],
+    rates: Sequence[str],
+    *,
+    batch_size: int,
+    rounds: int,
+    seconds: float,
+    read: Callable[[Job], T],
+    burst: str = "128kb",
+) -> tuple[dict[str, Measurement], dict[str, T]]:
     """Jobs in turns, each on a link of its own whose ends are what it is made with, and an empty folder.
 
     Args:
-        makes: How each job is made. It counts bytes as :class:`benchmarks.suites.het.training.CrossedBytes` does.
+        makes: How each job is made.
         rates: Of the link, in the words of ``tc``.
         batch_size: Examples of a step.
         rounds: How many turns each variant has at each rate; medians are taken over them.
         seconds: Of each job in each round.
+        read: What is taken of each job when all have ended, before their folders go.
+        burst: Of the link, in the words of ``tc``: what goes through at once after a pause.
 
     Returns:
-        Examples a second at each rate, and what each job told.
+        Examples a second at each rate, and what was read of each job.
 
     Raises:
         NoLinkError: there can be no namespaces here.
@@ -276,7 +302,7 @@ def measure_on_links(
 
         def limit_all(rate: str) -> None:
             for hosts in links:
-                limit_rate(hosts, rate)
+                limit_rate(hosts, rate, burst=burst)
 
         run_in_turns(jobs, rounds=rounds, seconds=seconds, before=[partial(limit_all, rate) for rate in rates])
         turns = {name: job.rates(batch_size) for name, job in jobs.items()}
@@ -285,7 +311,7 @@ def measure_on_links(
             rate: Measurement({name: x[i * (rounds + 1) :][:rounds] for name, x in turns.items()})
             for i, rate in enumerate(rates)
         }
-        told = {name: Told(Crossed.read(job.folder), job.telemetry.get(0, {})) for name, job in jobs.items()}
+        told = {name: read(job) for name, job in jobs.items()}
     return measured, told
 
 

@@ -25,7 +25,7 @@ from benchmarks.harness.turns import Measurement
 from benchmarks.harness.workload import Workload
 from benchmarks.suites.des.processors import encryption_seconds
 from benchmarks.suites.het.cache import CACHED, worker
-from benchmarks.suites.het.link import PER_STEP, measure_on_links, server_with_keys
+from benchmarks.suites.het.link import PER_STEP, Told, measure_on_links, server_with_keys
 from benchmarks.suites.shadowsync.requesting import BYTES_PER_ID, BYTES_PER_NUMBER, WAYS
 
 BARE, RPC, OURS = WAYS
@@ -61,7 +61,9 @@ def measure(*, asked: Sequence[str], rates: Sequence[str], rounds: int, seconds:
         for what, settings in (requests.lookups() if each == "lookups" else requests.exchanges() for each in asked):
             makes = {by: partial(_job, by, settings, requests.warm_steps_of(by, settings)) for by in WAYS}
             batch_size = requests.batch_size
-            measured, told = measure_on_links(makes, rates, batch_size=batch_size, rounds=rounds, seconds=seconds)
+            measured, told = measure_on_links(
+                makes, rates, batch_size=batch_size, rounds=rounds, seconds=seconds, read=Told.read
+            )
             results += [Row(f"{what}, {rate}", measured[rate], base=BARE) for rate in rates]
             if settings["staleness"] is None:
                 bars += [_bar(rate, measured[rate]) for rate in rates]

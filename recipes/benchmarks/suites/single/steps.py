@@ -73,12 +73,14 @@ class Steps:
         work: The same, in memory.
         model: What is trained.
         batch_size: Examples a step.
+        bfloat16: Its products are in bfloat16, as under ``bf16-mixed``.
     """
 
     root: Path
     work: Workload
     model: str
     batch_size: int
+    bfloat16: bool = False
 
     def variants(self) -> dict[str, Variant]:
         """Each has one part more than the one before."""
@@ -126,7 +128,9 @@ class Steps:
 
         def step(batch: Batch) -> None:
             task.zero_grad()
-            F.binary_cross_entropy_with_logits(task.model(batch.dense, batch.sparse), batch.labels).backward()
+            with torch.autocast("cpu", torch.bfloat16, enabled=self.bfloat16):
+                logits = task.model(batch.dense, batch.sparse)
+            F.binary_cross_entropy_with_logits(logits.float(), batch.labels).backward()
             if dense is not None:
                 dense.step()
 

@@ -6,37 +6,49 @@ import logging
 import statistics
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from pathlib import Path
+from typing import Literal
 
 import torch
 from benchmarks.harness import memory
 from benchmarks.harness.apart import Apart
-from benchmarks.harness.bars import Bar, Bars
+from benchmarks.harness.bars import Bar
 from benchmarks.harness.choices import check_choices, check_numbers
 from benchmarks.harness.ours import MODELS, Ours, reader_alone
+from benchmarks.harness.parts import Measured, measure_parts
 from benchmarks.harness.report import Result, Row
 from benchmarks.harness.turns import Measurement, Turn, in_turns
 from benchmarks.harness.workload import Workload
 from benchmarks.peers import dlrm_reference, floor, fuxictr, plain_lightning, torchrec
 from benchmarks.suites import kernels
 from benchmarks.suites.data.suite import write_rows
-from benchmarks.suites.single import steps, watching
+from benchmarks.suites.single import roofline, steps, watching
 
 log = logging.getLogger(__name__)
+
+Part = Literal["steps", "profile", "roofline"]
 
 Rows = dict[tuple[str, int], Measurement]
 
 
 def run(
-    *, models: list[str], batch_sizes: list[int], rows: int, rounds: int, seconds: float, profile: bool
+    *, parts: list[Part], models: list[str], batch_sizes: list[int], rows: int, rounds: int, seconds: float
 ) -> list[Result]:
-    """Measure every model at every batch size, each pair in one interleaved measurement; then what else has a bar.
+    """Measure every model at every batch size, each pair in one interleaved measurement.
 
-    With ``profile``, where the time of ours goes, and nothing else.
+    Args:
+        parts: ``steps`` beside the peers, and what else has a bar; ``profile``, where the time of ours goes;
+            ``roofline``, a step of ours beside this processor's limit.
+        models: What is trained.
+        batch_sizes: Examples a step.
+        rows: Prepared for our reader.
+        rounds: Over which medians are taken.
+        seconds: Of each variant in each round.
 
     Raises:
-        ValueError: a model that there is not, or a number too small to measure anything with.
+        ValueError: a part or model that there is not, or a number too small to measure anything with.
     """
     check_choices("suite.models", models, MODELS)
     check_numbers("suite.batch_sizes", batch_sizes)
@@ -45,10 +57,20 @@ def run(
     with tempfile.TemporaryDirectory() as folder:
         root = write_rows(Workload(rows=rows), Path(folder), compression="none")
         work = Workload(rows=min(rows, Workload.rows))
-        if profile:
-            pairs = [(model, batch_size) for model in models for batch_size in batch_sizes]
-            return [part for pair in pairs for part in steps.measure(root, work, *pair, rounds=rounds, seconds=seconds)]
-        return _measure(root, work, models, batch_sizes, rounds=rounds, seconds=seconds)
+        settings = {"rounds": rounds, "seconds": seconds}
+        measures: dict[Part, Callable[[], Measured]] = {
+            "steps": partial(_measure, root, work, models, batch_sizes, **settings),
+            "profile": partial(_profile, root, work, models, batch_sizes, **settings),
+            "roofline": partial(roofline.measure, root, work, models, batch_sizes, **settings),
+        }
+        return measure_parts(parts, measures)
+
+
+def _profile(
+    root: Path, work: Workload, models: list[str], batch_sizes: list[int], *, rounds: int, seconds: float
+) -> Measured:
+    pairs = product(models, batch_sizes)
+    return [part for pair in pairs for part in steps.measure(root, work, *pair, rounds=rounds, seconds=seconds)], []
 
 
 def variants(root: Path, work: Workload, model: str, batch_size: int) -> dict[str, Callable[[Turn], None]]:
@@ -67,7 +89,7 @@ def variants(root: Path, work: Workload, model: str, batch_size: int) -> dict[st
 
 def _measure(
     root: Path, work: Workload, models: list[str], batch_sizes: list[int], *, rounds: int, seconds: float
-) -> list[Result]:
+) -> Measured:
     for name, peer in (("TorchRec", torchrec), ("FuxiCTR", fuxictr)):
         if not peer.is_available():
             log.info("%s is not installed, so it is left out; recipes/benchmarks says how to add it.", name)
@@ -112,7 +134,7 @@ def _measure(
         value = memory.beyond_rows_mib(root, model, largest)
         name = f"memory beyond rows and their state, {model}, B={largest}"
         bars.append(Bar(name, value, "at most", 600, " MiB"))
-    return [*results, Bars(tuple(bars))]
+    return results, bars
 
 
 def _share_of_weight_decay(kernels: Measurement, steps: Measurement) -> float:
