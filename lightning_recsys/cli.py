@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import runpy
+import select
+import signal
 import sys
 from collections.abc import Callable
 from importlib import import_module
@@ -11,6 +13,7 @@ from pathlib import Path
 
 from lightning_recsys.__about__ import __version__
 
+STDOUT = 1  # its file descriptor
 RECIPES = {
     "train": "train a model, test it, close with a table",
     "evaluate": "metrics of a checkpoint",
@@ -21,10 +24,13 @@ RECIPES = {
     "new": "write a small project of your own: a model, configurations, a test",
     "results": "keep the results of a run, or redo kept ones and compare",
     "benchmark": "measure speed",
+    "plan": "which strategy, on which machines, and what it will give",
     "simulate": "train as a cluster would, in virtual time",
 }
 TOOLS = {
     "server": ("lightning_recsys.parameter_server.cli", "serve embedding rows and dense parameters to other machines"),
+    "top": ("lightning_recsys.top", "watch the servers and workers of a run, a line each"),
+    "machine": ("lightning_recsys.planning.this_machine", "measure this machine, for plan"),
     "versions": (
         "lightning_recsys.serving.cli",
         "list what is published in a folder, and go back to an earlier version",
@@ -53,13 +59,39 @@ def main(arguments: list[str] | None = None) -> int:
     Returns:
         The exit status.
     """
-    name, *others = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    try:
+        try:
+            return run_command(*((sys.argv[1:] if arguments is None else arguments) or ["--help"]))
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        if not nobody_reads():
+            raise
+        return 128 + signal.SIGPIPE
+
+
+def nobody_reads() -> bool:
+    """Whether standard output is a pipe whose reader has ended, as in ``lightning-recsys train --help | head``.
+
+    What is left to write is thrown away then, so that the interpreter does not complain of it when it ends.
+    """
+    output = select.poll()
+    output.register(STDOUT, 0)  # which asks for errors alone
+    if not output.poll(0):
+        return False
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), STDOUT)
+    return True
+
+
+def run_command(name: str, *others: str) -> int:
+    """Run one command; returns its exit status."""
     if name in RECIPES:
-        run_recipe(name, others)
+        run_recipe(name, list(others))
         return 0
     if name in TOOLS:
         tool: Callable[[list[str]], int] = import_module(TOOLS[name][0]).main
-        return tool(others)
+        return tool(list(others))
     if name == "--version":
         sys.stdout.write(f"lightning-recsys {__version__}\n")
         return 0

@@ -50,6 +50,38 @@ def test_pictures_when_they_are_kept_then_a_page_shows_each():
     assert {picture.name for picture in kept if picture not in shown} == set()
 
 
+DOCS = [page for page in PAGES if page.is_relative_to(ROOT / "docs")]
+LONGEST = 1500  # words of a page, without its blocks of code and its tables
+NOUNS = "Of what|Of which|Of whom|What|Whatever|Whatsoever|Who|Whoever|Whose|Which|As long as"
+
+
+def text_of(page: Path) -> list[str]:
+    """Lines of a page without blocks of code, tables and headings."""
+    return [line for line in prose(page).splitlines() if not line.lstrip().startswith(("|", "#"))]
+
+
+def stands_in_for_a_noun(text: str) -> list[str]:
+    """Openings of sentences by a pronoun that a reader has to look for the noun of; questions may open so."""
+    starts = rf"(?:^|[.!?:]\)? |\*\* |[-*] |\d\. )[*`(]*((?:{NOUNS})\b[^.?|]*[.?|]?)"
+    return [found for line in text.splitlines() for found in re.findall(starts, line) if not found.endswith("?")]
+
+
+@pytest.mark.parametrize("page", DOCS, ids=lambda page: str(page.relative_to(ROOT)))
+def test_page_when_its_words_are_counted_then_it_is_not_too_long(page):
+    assert sum(len(line.split()) for line in text_of(page)) <= LONGEST, "make two pages of it"
+
+
+@pytest.mark.parametrize("page", DOCS, ids=lambda page: str(page.relative_to(ROOT)))
+def test_sentences_when_they_open_then_not_with_a_word_in_place_of_a_noun(page):
+    assert stands_in_for_a_noun("\n".join(text_of(page))) == [], "begin with the subject"
+
+
+def test_openings_when_they_stand_for_a_noun_then_found():
+    assert stands_in_for_a_noun("Rows move. What is left stays.") == ["What is left stays."]
+    assert stands_in_for_a_noun("* Whoever asks waits.") == ["Whoever asks waits."]
+    assert stands_in_for_a_noun("What does it cost? It says what it costs.") == []
+
+
 def test_readme_then_it_is_short():
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 120
 

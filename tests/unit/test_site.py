@@ -105,7 +105,10 @@ def test_first_page_then_its_figures_are_those_of_the_suite(page):
     assert numbers(said) <= numbers(result("single"))
 
 
-@pytest.mark.parametrize("name", ["strategies", "steps", "slow-links"])
+DRAWINGS = ["strategies", "steps", "slow-links", "shadowsync", "het", "hierarchical", "async_ps", "des"]
+
+
+@pytest.mark.parametrize("name", DRAWINGS)
 def test_drawing_then_light_and_dark_differ_in_colours_alone(name):
     light, dark = ((DOCS / "images" / f"{name}-{look}.svg").read_text(encoding="utf-8") for look in ("light", "dark"))
     assert light != dark
