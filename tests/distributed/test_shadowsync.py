@@ -168,7 +168,7 @@ def test_foreground_averaging_at_every_step_when_trained_with_sgd_then_equals_dd
 
 @pytest.mark.parametrize(
     "options",
-    [{"min_rows": 60}, {"embeddings": ["items", "kinds"], "num_embedding_servers": 2, "row_optimizer": RowSGD(0.5)}],
+    [{"min_rows": 60}, {"embeddings": ["items", "kinds"], "num_embedding_servers": 2, "row_optimizer": RowSGD(0.1)}],
 )
 def test_plain_embeddings_when_served_then_train_as_on_a_single_device(options):
     expected, actual = Ratings(), Ratings()

@@ -228,7 +228,8 @@ def check_link_of_des(results) -> None:
 def check_steps_of_hierarchical(results) -> None:
     """The bytes that cross the link are those told, but for what TCP adds to messages as small as these."""
     off = [x["value"] for x in results[-1]["bars"] if x["name"].startswith("bytes on the interface off those told")]
-    assert len(off) == 5
+    # One of each way to compress; how many placements there are besides is for the operators' measured times to say.
+    assert 4 <= len(off) <= 7
     assert max(off) < 10  # percent
 
 
