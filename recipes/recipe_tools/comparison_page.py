@@ -111,7 +111,7 @@ def comparison_page(runs: Sequence[ComparedRun]) -> str:
     for run in runs:
         cells = [_shown(run.record["metrics"].get(x), form) for _, x, form in METRICS if _has(runs, x)]
         results.append((run.name, *cells, _shown(run.record.get("wall_time_s"), ",.1f")))
-    settings = _differing([_flat(run.config) for run in runs])
+    settings = _differing([_settings(run.config) for run in runs])
     parts = [_table(results, keys=True)]
     if settings:
         rows = [("setting", *(run.name for run in runs)), *((key, *values) for key, values in settings.items())]
@@ -137,6 +137,18 @@ def _has(runs: Sequence[ComparedRun], metric: str) -> bool:
 
 def _shown(value: float | None, form: str) -> str:
     return "" if value is None else format(value, form)
+
+
+def _settings(config: Mapping[str, Any]) -> dict[str, str]:
+    """Settings by dotted name, but for the places of the run's own files.
+
+    >>> trainer = {"default_root_dir": "/runs/1", "max_epochs": 2}
+    >>> _settings({"trainer": trainer, "logger": {"save_dir": "/runs/1/logs"}})
+    {'trainer.max_epochs': '2'}
+    """
+    flat = _flat(config)
+    folder = flat.get("trainer.default_root_dir")
+    return flat if not folder else {name: x for name, x in flat.items() if not f"{x}/".startswith(f"{folder}/")}
 
 
 def _flat(config: Any, prefix: str = "") -> dict[str, str]:
