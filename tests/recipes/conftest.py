@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from subprocess import CompletedProcess
 
 import pytest
 from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
-from recipe_helpers import CONF, recipe_server
+from recipe_helpers import CONF, RecipeServer, recipe_server
 
 
 @pytest.fixture(scope="session")
-def run_forked() -> Iterator[Callable[..., CompletedProcess[str]]]:
+def run_forked() -> Iterator[RecipeServer]:
     """As ``run_recipe``, in a tenth of the time to start."""
     with recipe_server() as run:
         yield run

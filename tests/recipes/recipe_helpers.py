@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,32 +50,53 @@ def run_recipe(
     )
 
 
-@contextmanager
-def recipe_server(site: Path = ROOT) -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
+@dataclass
+class RecipeServer:
     """As :func:`run_recipe`, but in forks of one process, which start at once: for runs whose start does not matter.
 
     Their workers do, too: all runs share a fork server. A script may also be named by its whole path.
 
     Args:
+        address: The socket at which the process listens (``recipe_server_script.py``).
+        environment: The variables of a run, but for those that it has of its own.
+    """
+
+    address: str
+    environment: dict[str, str]
+
+    def __call__(self, recipe: str, *arguments: str, folder: Path, **own: str) -> subprocess.CompletedProcess[str]:
+        """Run a recipe to its end."""
+        request = [str(RECIPES / recipe), arguments, str(folder), {**self.environment, **own}]
+        with (
+            tempfile.TemporaryFile("w+") as out,
+            tempfile.TemporaryFile("w+") as errors,
+            Path(os.devnull).open() as nothing,
+            socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection,
+        ):
+            connection.connect(self.address)
+            streams = [nothing.fileno(), out.fileno(), errors.fileno()]
+            socket.send_fds(connection, [json.dumps(request).encode()], streams)
+            status = int(connection.recv(16))
+            out.seek(0)
+            errors.seek(0)
+            return subprocess.CompletedProcess(request[:2], status, out.read(), errors.read())
+
+
+@contextmanager
+def recipe_server(site: Path = ROOT) -> Iterator[RecipeServer]:
+    """A server of recipes.
+
+    Args:
         site: The folder of the library: the repository, or an unpacked wheel.
     """
-    command = [sys.executable, "-W", "default", str(Path(__file__).with_name("recipe_server_script.py"))]
     environment = {**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with (
-        tempfile.TemporaryDirectory() as outputs,
-        subprocess.Popen(command, env=environment, **pipes) as server,
-    ):
-        files = [Path(outputs, name) for name in ("stdout", "stderr")]
-        assert server.stdout.readline() == "ready\n"
-
-        def run(recipe: str, *arguments: str, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-            request = [str(RECIPES / recipe), arguments, str(folder), variables, *map(str, files)]
-            print(json.dumps(request), file=server.stdin, flush=True)
-            status = int(server.stdout.readline())
-            return subprocess.CompletedProcess(request[:2], status, *(path.read_text() for path in files))
-
-        yield run
+    with tempfile.TemporaryDirectory() as folder:
+        address = str(Path(folder, "socket"))
+        command = [sys.executable, "-W", "default", str(Path(__file__).with_name("recipe_server_script.py")), address]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        with subprocess.Popen(command, env=environment, **pipes) as server:
+            assert server.stdout.readline() == "ready\n"
+            yield RecipeServer(address, environment)
 
 
 @dataclass

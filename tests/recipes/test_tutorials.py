@@ -1,14 +1,16 @@
 """Tutorials of docs/tutorials, followed word by word: every block of a page, in its order, in an empty folder.
 
-They are shrunk by the replacements below, unless ``LIGHTNING_RECSYS_TUTORIALS=full`` asks for them as they stand. A
-block of code with a title is a file of that name. A block of commands is typed into the first terminal, or into the one
-that its title names, which goes on beside the others. A block without a language is the output of the commands above.
+They are shrunk by the replacements below, and ``lightning-recsys`` runs in forks of one process, which start at once,
+unless ``LIGHTNING_RECSYS_TUTORIALS=full`` asks for them as they stand. A block of code with a title is a file of that
+name. A block of commands is typed into the first terminal, or into the one that its title names, which goes on beside
+the others. A block without a language is the output of the commands above.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -48,6 +50,8 @@ SHRUNK: dict[str, list[tuple[str, str]]] = {
 }
 # Pages that begin in the folder of another one, and the heading before which that one has made the files.
 BEGINS_IN = {"own_module": ("own_rows", "## 3."), "publish_and_serve": ("own_rows", "## 3.")}
+SHOWS_WORKERS = ["several_machines"]  # pages with words of workers, which a shared fork server would say elsewhere
+INSTALLED = Path(sys.executable).parent
 FREE_PORTS = ["8000", "29500"]  # of pages; a test takes others
 
 
@@ -90,16 +94,21 @@ def words(text: str) -> set[str]:
 
 
 class Terminals:
-    """The terminals of a reader: the first one, where each block ends before the next, and those that go on."""
+    """The terminals of a reader: the first one, where each block ends before the next, and those that go on.
 
-    def __init__(self, home: Path) -> None:
+    Args:
+        home: Where they begin.
+        commands: A folder whose commands come before those that are installed.
+    """
+
+    def __init__(self, home: Path, commands: Path) -> None:
         self.outputs: dict[str, Path] = {}
         self._home, self._state = home, home.parent / "folder"
         self._going_on: dict[str, subprocess.Popen[bytes]] = {}
         self._typed = 0
-        commands = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         folders = {"HOME": str(home), "XDG_CACHE_HOME": str(home / ".cache")}
-        self._environment = {**os.environ, **folders, "PATH": commands, "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
+        path = os.pathsep.join([str(commands), str(INSTALLED), os.environ["PATH"]])
+        self._environment = {**os.environ, **folders, "PATH": path, "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
 
     @property
     def folder(self) -> Path:
@@ -151,6 +160,14 @@ class Terminals:
             assert status in (None, 0), self.outputs[terminal].read_text()
 
 
+def write_forked_command(path: Path, address: str) -> None:
+    """A command like the installed one of its name, which the server of recipes runs."""
+    script = Path(__file__).with_name("forked_command_script.py")
+    words = [sys.executable, "-I", "-S", str(script), address, str(INSTALLED / path.name)]
+    path.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
+    path.chmod(0o755)
+
+
 def end(process: subprocess.Popen[bytes]) -> None:
     """Ask a terminal's command to end; kill its processes that do not."""
     with suppress(psutil.NoSuchProcess):
@@ -177,10 +194,13 @@ def test_pages_then_each_can_be_shrunk():
 @pytest.mark.distributed
 @pytest.mark.timeout(3600 if FULL else 300)
 @pytest.mark.parametrize("page", [x for x in PAGES if x.stem != "index"], ids=lambda page: page.stem)
-def test_tutorial_when_followed_then_its_commands_work_and_print_what_it_shows(page, tmp_path):
-    home = tmp_path / "home"
+def test_tutorial_when_followed_then_its_commands_work_and_print_what_it_shows(page, tmp_path, run_forked):
+    home, commands = tmp_path / "home", tmp_path / "commands"
     home.mkdir()
-    terminals, terminal, printed = Terminals(home), "", ""
+    commands.mkdir()
+    if not FULL and page.stem not in SHOWS_WORKERS:
+        write_forked_command(commands / "lightning-recsys", run_forked.address)
+    terminals, terminal, printed = Terminals(home, commands), "", ""
     with ExitStack() as stack:
         stack.callback(terminals.close)
         for block in followed(page):
