@@ -23,6 +23,7 @@ from pathlib import Path
 from benchmarks.harness.workload import Workload
 from benchmarks.suites.des.rows import ROWS, PaperRows
 from hydra.core.global_hydra import GlobalHydra
+from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
 RECIPE = Path(sys.argv[0]).parents[2] / "recipes" / "benchmark.py"
 _spawn = util.spawnv_passfds
@@ -161,7 +162,7 @@ def spawn(path, arguments: list, passed) -> int:
     raise AssertionError
 
 
-subprocess.Popen = ForkedPopen
+subprocess.Popen = subprocess_handler.Popen = ForkedPopen  # torchrun's agents have imported it by its name
 util.spawnv_passfds = spawn
 Workload.__init__.__defaults__ = ((50,) * 26, 13, 16, 2048, 1.1)
 Workload.cardinalities, Workload.rows = (50,) * 26, 2048
