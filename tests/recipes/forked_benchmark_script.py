@@ -19,6 +19,7 @@ import traceback
 from contextlib import suppress
 from multiprocessing import forkserver, process, resource_tracker, util
 from pathlib import Path
+from typing import NamedTuple
 
 from benchmarks.harness.workload import Workload
 from benchmarks.suites.des.rows import ROWS, PaperRows
@@ -29,14 +30,24 @@ RECIPE = Path(sys.argv[0]).parents[2] / "recipes" / "benchmark.py"
 _spawn = util.spawnv_passfds
 
 
-def python_arguments(command: list[str]) -> tuple[str | None, list[str]] | None:
-    """The namespace of a command and what it gives to Python; ``None`` where it is another program."""
-    command, namespace = list(command), None
-    if command[:3] == ["ip", "netns", "exec"]:
-        namespace, command = command[3], command[4:]
-    if command[0].endswith("lightning-recsys-server"):
-        return namespace, command
-    return (namespace, command[1:]) if command[0] == sys.executable else None
+class Command(NamedTuple):
+    """A command of Python's: where it runs, and what it gives to Python."""
+
+    namespace: str | None
+    processor: int | None
+    arguments: list[str]
+
+
+def python_command(words: list[str]) -> Command | None:
+    """What a command asks for; ``None`` where it is another program."""
+    words, namespace, processor = list(words), None, None
+    if words[:3] == ["ip", "netns", "exec"]:
+        namespace, words = words[3], words[4:]
+    if Path(words[0]).name == "taskset" and words[1] == "-c":
+        processor, words = int(words[2]), words[3:]
+    if words[0] == sys.executable:
+        return Command(namespace, processor, words[1:])
+    return Command(namespace, processor, words) if words[0].endswith("lightning-recsys-server") else None
 
 
 def run(arguments: list[str]) -> None:
@@ -106,19 +117,19 @@ class ForkedPopen(subprocess.Popen):
         names = "executable preexec_fn close_fds pass_fds cwd env startupinfo creationflags shell"
         names += " p2cread p2cwrite c2pread c2pwrite errread errwrite restore_signals gid gids uid umask"
         given = dict(zip([*names.split(), "start_new_session", "process_group"], rest, strict=True))
-        parsed = None if isinstance(args, str) else python_arguments([os.fspath(x) for x in args])
-        if parsed is None:
+        command = None if isinstance(args, str) else python_command([os.fspath(x) for x in args])
+        if command is None:
             super()._execute_child(args, *rest)
             return
         sys.stdout.flush()
         self.pid = os.fork()
         if not self.pid:
-            leave(lambda: self._become(*parsed, given))
+            leave(lambda: self._become(command, given))
         self._child_created = True
         self._close_pipe_fds(*(given[name] for name in names.split()[9:15]))
 
     @staticmethod
-    def _become(namespace: str | None, arguments: list[str], given: dict) -> None:
+    def _become(command: Command, given: dict) -> None:
         if given["process_group"] >= 0:
             os.setpgid(0, given["process_group"])
         if given["start_new_session"]:
@@ -127,10 +138,12 @@ class ForkedPopen(subprocess.Popen):
         for number, name in enumerate(("p2cread", "c2pwrite", "errwrite")):
             if given[name] not in (-1, number):
                 os.dup2(given[name], number)
-        if namespace is not None:
-            there = os.open(f"/var/run/netns/{namespace}", os.O_RDONLY)
+        if command.namespace is not None:
+            there = os.open(f"/var/run/netns/{command.namespace}", os.O_RDONLY)
             if ctypes.CDLL(None, use_errno=True).setns(there, 0):
-                raise OSError(ctypes.get_errno(), f"setns to {namespace}")
+                raise OSError(ctypes.get_errno(), f"setns to {command.namespace}")
+        if command.processor is not None:
+            os.sched_setaffinity(0, [command.processor])
         close_all_but({0, 1, 2, *given["pass_fds"]})
         sys.stdin, sys.stdout, sys.stderr = (
             open(number, mode, buffering=1, closefd=False)  # noqa: SIM115 - as long as the process runs
@@ -142,7 +155,7 @@ class ForkedPopen(subprocess.Popen):
             os.environ.clear()
             os.environ.update(given["env"])
         sys.path[:0] = [x for x in os.environ.get("PYTHONPATH", "").split(os.pathsep) if x and x not in sys.path]
-        run(arguments)
+        run(command.arguments)
 
 
 def spawn(path, arguments: list, passed) -> int:

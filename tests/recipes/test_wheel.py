@@ -148,8 +148,9 @@ def test_usage_then_names_all_recipes_of_the_repository(capsys):
     assert all(f"  {name} " in usage() for name in (*RECIPES, "server", "groups", "checkpoint"))
 
 
-@pytest.mark.parametrize("unbuffered", ["", "1"])
-@pytest.mark.parametrize("arguments", [("--help",), ("train", "--help")])
+@pytest.mark.parametrize(
+    ("arguments", "unbuffered"), [(("--help",), "1"), (("--help",), ""), (("train", "--help"), "")]
+)
 def test_help_when_its_reader_has_ended_then_ends_without_a_traceback(arguments, unbuffered, monkeypatch):
     monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
     command = [sys.executable, "-m", "lightning_recsys", *arguments]
