@@ -155,7 +155,7 @@ def test_refinement_when_begun_anywhere_then_the_bottleneck_is_never_worse(graph
     }
     refined = refine(model, start, time_limit=1.0)
     before, after = (max(model.busy_seconds(model.loads(x)).values()) for x in (start, refined))
-    assert after <= before
+    assert after <= before + 1e-12  # the score, which is what is made small, is rounded there
     assert score(model, refined) <= score(model, start)
 
 
