@@ -11,6 +11,7 @@ from lightning_recsys.placement.bin_packing import (
     rows_in_stripe,
 )
 from lightning_recsys.placement.cluster_layout import ClusterLayout
+from lightning_recsys.placement.communication import Network
 from lightning_recsys.placement.fields import FieldCost, FieldMethod, FieldPlan, place_fields
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "FieldCost",
     "FieldMethod",
     "FieldPlan",
+    "Network",
     "PlacementMethod",
     "PlacementPlan",
     "Room",

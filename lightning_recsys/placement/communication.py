@@ -18,19 +18,21 @@ class Network:
     """A link between two processes.
 
     Args:
-        bandwidth: Bytes per second, in each direction.
+        bandwidth: Bytes per second, in each direction; infinite where only the latency counts.
         latency: Seconds from one process to another for a message without content.
 
     Raises:
-        ValueError: a bandwidth that is not positive, or a negative latency.
+        ValueError: a bandwidth that is not positive, or a latency that is negative or not finite.
     """
 
-    bandwidth: float
+    bandwidth: float = math.inf
     latency: float = 0.0
 
     def __post_init__(self) -> None:
-        if not self.bandwidth > 0 or not self.latency >= 0:
-            raise ValueError(f"bandwidth must be positive and latency at least 0, got {self}.")
+        if isinstance(self.bandwidth, bool) or not self.bandwidth > 0:
+            raise ValueError(f"bandwidth must be above 0 bytes per second, got {self.bandwidth}.")
+        if isinstance(self.latency, bool) or not 0 <= self.latency < math.inf:
+            raise ValueError(f"latency must be a finite number of seconds of at least 0, got {self.latency}.")
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from lightning_recsys.simulation.cluster import Synchronization, VirtualCluster
 from lightning_recsys.simulation.examples import batches, count_batches, evaluate
 from lightning_recsys.simulation.groups import Group, Leg
 from lightning_recsys.simulation.het import HETCluster
-from lightning_recsys.simulation.machines import Constant, Duration, Exponential, Link, Normal, Servers, Workers
+from lightning_recsys.simulation.machines import Constant, Duration, Exponential, Normal, Servers, Workers
 from lightning_recsys.simulation.planned import LargeModel, planned_group
 from lightning_recsys.simulation.results import Histogram, Results
 
@@ -17,7 +17,6 @@ __all__ = [
     "Histogram",
     "LargeModel",
     "Leg",
-    "Link",
     "Normal",
     "Results",
     "Servers",

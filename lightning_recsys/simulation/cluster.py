@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from lightning_recsys.data import Batch
+from lightning_recsys.placement.communication import FLOAT_BYTES, Network, all_reduce
 from lightning_recsys.simulation.events import Meeting, Process, Signal, VirtualClock
 from lightning_recsys.simulation.groups import Group, GroupAtWork
-from lightning_recsys.simulation.machines import Link, ServerQueues, Servers, Workers, check_at_least, check_whole
+from lightning_recsys.simulation.machines import ServerQueues, Servers, Workers, check_at_least, check_whole
 from lightning_recsys.simulation.replica import Gradient, end_replicas, make_replicas
 from lightning_recsys.simulation.results import Results
 from lightning_recsys.sync import (
@@ -132,7 +133,7 @@ class VirtualCluster:
     dense_bytes: int | None = None
     workers: Workers = field(default_factory=Workers)
     group: Group | None = None
-    link: Link = field(default_factory=Link)
+    link: Network = field(default_factory=Network)
     servers: Servers = field(default_factory=Servers)
     staleness: StalenessNormalization | StalenessRule | None = None
     synchronization: Synchronization | None = None
@@ -455,7 +456,8 @@ class _Run:
 
     def _average(self) -> Process:
         mean = torch.stack([replica.flat for replica in self.replicas]).mean(0)
-        yield self.cluster.link.all_reduce_seconds(self.dense_bytes, len(self.replicas))
+        ring = all_reduce(self.dense_bytes / FLOAT_BYTES, num_processes=len(self.replicas))
+        yield ring.seconds(self.cluster.link)
         for rounds in self.rounds:
             rounds.finish(mean.clone())
         self.results.traffic["synchronisation"] += 2 * (len(self.replicas) - 1) * self.dense_bytes

@@ -9,8 +9,9 @@ from operator import itemgetter
 
 import numpy as np
 
+from lightning_recsys.placement.communication import Network
 from lightning_recsys.simulation.events import Process, Signal, Station, VirtualClock
-from lightning_recsys.simulation.machines import Link, check_at_least, check_whole
+from lightning_recsys.simulation.machines import check_at_least, check_whole
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ class Group:
     num_servers: int = 0
     trainer_cores: int = 1
     server_cores: int = 1
-    link: Link = field(default_factory=Link)
+    link: Network = field(default_factory=Network)
     deviation: float = 0.05
 
     def __post_init__(self) -> None:
@@ -111,11 +112,11 @@ class Group:
         if legs[0].server is None:
             return legs[0].seconds
         sent = accumulate(leg.sent_bytes / self.link.bandwidth for leg in legs)
-        computed = ((left + 2 * self.link.delay + leg.seconds, leg) for left, leg in zip(sent, legs, strict=True))
+        computed = ((left + 2 * self.link.latency + leg.seconds, leg) for left, leg in zip(sent, legs, strict=True))
         end = 0.0
         for ready, leg in sorted(computed, key=itemgetter(0)):
             end = max(end, ready) + leg.returned_bytes / self.link.bandwidth
-        return end + 2 * self.link.delay
+        return end + 2 * self.link.latency
 
 
 class _Machine:
@@ -186,7 +187,7 @@ class GroupAtWork:
     def _send(self, sender: _Machine, receiver: _Machine, num_bytes: float) -> Process:
         link = self._group.link
         seconds = num_bytes / link.bandwidth
-        if wait := 2 * link.delay + max(sender.outward.serve(seconds), receiver.inward.serve(seconds)):
+        if wait := 2 * link.latency + max(sender.outward.serve(seconds), receiver.inward.serve(seconds)):
             yield wait
 
     def busy_shares(self, seconds: float) -> dict[str, float]:

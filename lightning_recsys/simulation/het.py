@@ -17,10 +17,11 @@ from torch import Tensor
 
 from lightning_recsys.data import Batch
 from lightning_recsys.embeddings import EmbeddingBagCollection
+from lightning_recsys.placement.communication import FLOAT_BYTES, Network, all_reduce
 from lightning_recsys.row_cache.index import CachePolicy
 from lightning_recsys.simulation.cached_rows import CachedRows, Message
 from lightning_recsys.simulation.events import Meeting, Process, Signal, VirtualClock
-from lightning_recsys.simulation.machines import Link, ServerQueues, Servers, Workers, check_at_least, check_whole
+from lightning_recsys.simulation.machines import ServerQueues, Servers, Workers, check_at_least, check_whole
 from lightning_recsys.simulation.replica import Gradient, Replica, end_replicas
 from lightning_recsys.simulation.results import Results
 from lightning_recsys.sync import ClockName, ClockRule
@@ -68,8 +69,8 @@ class HETCluster:
     dense_bytes: int | None = None
     embedding_dim: int | None = None
     workers: Workers = field(default_factory=Workers)
-    link: Link = field(default_factory=Link)
-    peer_link: Link | None = None
+    link: Network = field(default_factory=Network)
+    peer_link: Network | None = None
     servers: Servers = field(default_factory=Servers)
 
     def __post_init__(self) -> None:
@@ -306,7 +307,8 @@ class _Run:
         """Average the dense gradients, train the rows, and in step have all updates at the servers."""
         cluster, results = self.cluster, self.results
         if cluster.num_workers > 1:
-            yield self.peer_link.all_reduce_seconds(self.dense_bytes, cluster.num_workers)
+            ring = all_reduce(self.dense_bytes / FLOAT_BYTES, num_processes=cluster.num_workers)
+            yield ring.seconds(self.peer_link)
             results.traffic["dense"] += 2 * (cluster.num_workers - 1) * self.dense_bytes
         gradients, self._gradients = self._gradients, []
         rows = [part for gradient in gradients for part in gradient.rows]
@@ -326,7 +328,7 @@ class _Run:
         """Sum each row's gradients at one worker, and have its update at the servers."""
         moved = np.array([rows.finish_step() for rows in self.rows]).sum(axis=0)
         self.results.traffic["gradients"] += int(moved.sum()) // 2  # each byte was sent once and received once
-        yield self.peer_link.delay + float(moved.max()) / 2 / self.peer_link.bandwidth
+        yield self.peer_link.latency + float(moved.max()) / 2 / self.peer_link.bandwidth
         for rows in self.rows:
             rows.flush()
         messages = self._take_messages()

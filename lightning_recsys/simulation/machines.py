@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from lightning_recsys.placement.communication import Network
 from lightning_recsys.simulation.events import Station, VirtualClock
 
 
@@ -137,32 +138,6 @@ class Workers:
 
 
 @dataclass(frozen=True)
-class Link:
-    """A way through the network.
-
-    Args:
-        delay: Seconds that a byte is on its way.
-        bandwidth: Bytes per second, each way.
-
-    Raises:
-        ValueError: the delay is negative, or the bandwidth not positive.
-    """
-
-    delay: float = 0.0
-    bandwidth: float = math.inf
-
-    def __post_init__(self) -> None:
-        check_at_least("link.delay", self.delay, 0.0)
-        if isinstance(self.bandwidth, bool) or not self.bandwidth > 0:
-            raise ValueError(f"link.bandwidth must be above 0 bytes per second, got {self.bandwidth}.")
-
-    def all_reduce_seconds(self, num_bytes: float, members: int) -> float:
-        """The seconds of a ring: a member sends and receives each byte twice, but for its share, in as many steps."""
-        steps = 2 * (members - 1)
-        return steps * (self.delay + num_bytes / members / self.bandwidth)
-
-
-@dataclass(frozen=True)
 class Servers:
     """Servers over which rows and vectors are striped evenly, so that all are equally busy: one queue stands for all.
 
@@ -177,7 +152,7 @@ class Servers:
     """
 
     count: int = 1
-    link: Link = field(default_factory=Link)
+    link: Network = field(default_factory=Network)
     pull: Duration = field(default_factory=lambda: Constant(0.0))
     push: Duration = field(default_factory=lambda: Constant(0.0))
 
@@ -196,13 +171,15 @@ class ServerQueues:
         random: Random numbers, by which times are drawn.
     """
 
-    def __init__(self, servers: Servers, worker_link: Link, clock: VirtualClock, random: np.random.Generator) -> None:
+    def __init__(
+        self, servers: Servers, worker_link: Network, clock: VirtualClock, random: np.random.Generator
+    ) -> None:
         self._servers, self._worker_link, self._random = servers, worker_link, random
         self.inward, self.processor, self.outward = Station(clock), Station(clock), Station(clock)
 
     def ask(self) -> float:
         """Seconds until a few bytes have come from a worker to the servers."""
-        return self._servers.link.delay + self._worker_link.delay
+        return self._servers.link.latency + self._worker_link.latency
 
     def send(self, num_bytes: float) -> float:
         """Seconds until bytes have come from a worker to the servers."""
@@ -224,7 +201,7 @@ class ServerQueues:
     def _pass(self, port: Station, num_bytes: float) -> float:
         link, own = self._servers.link, self._worker_link
         through_port = port.serve(num_bytes / self._servers.count / link.bandwidth)
-        return link.delay + own.delay + max(through_port, num_bytes / own.bandwidth)
+        return link.latency + own.latency + max(through_port, num_bytes / own.bandwidth)
 
 
 def check_at_least(name: str, value: float, least: float) -> None:

@@ -16,7 +16,6 @@ from lightning_recsys.placement.operators import TRAINER, Operator, OperatorGrap
 from lightning_recsys.placement.plan import levels
 from lightning_recsys.placement.tagging import OperatorMethod, place_operators
 from lightning_recsys.simulation.groups import Group, Leg
-from lightning_recsys.simulation.machines import Link
 
 PLANNING_SECONDS = 600.0  # far more than it takes: a plan that is cut short would depend on how busy this machine is
 _FLOAT_BYTES = 4
@@ -206,7 +205,7 @@ def planned_group(
     cores: int,
     flops: float,
     bandwidth: float,
-    delay: float,
+    latency: float,
     trainer_seconds: float,
     method: OperatorMethod = "greedy",
     fc_splits: bool = True,
@@ -225,7 +224,7 @@ def planned_group(
         cores: Number of cores of every machine.
         flops: Floating-point operations per second of a core.
         bandwidth: Bytes per second of every machine's link.
-        delay: Seconds that a message takes on every machine's link besides.
+        latency: Seconds that a message takes on every machine's link besides.
         trainer_seconds: Seconds of a core for each step of a net on its trainer: reading, lookups, loss.
         method: ``none`` (no tagging), ``rules``, ``greedy``, ``exact``.
         fc_splits: Whether large layers are cut into as many pieces as there are group servers.
@@ -245,7 +244,7 @@ def planned_group(
             trainer_cores=cores,
             server_cores=cores,
             processor=processor,
-            link=Network(bandwidth, delay),
+            link=Network(bandwidth, latency),
             activations=coding(activations, "activations"),
             gradients=coding(gradients, "gradients"),
             seconds_per_byte=seconds_per_byte,
@@ -262,7 +261,7 @@ def planned_group(
         num_servers=num_servers,
         trainer_cores=cores,
         server_cores=cores,
-        link=Link(delay, bandwidth),
+        link=Network(bandwidth, latency),
         deviation=deviation,
     )
 

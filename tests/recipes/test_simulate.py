@@ -138,7 +138,7 @@ def test_override_when_a_figure_sets_it_itself_then_refused(composed):
     for name, messages in refused.items():
         figure = {**RUN, **plain(composed("simulate", f"figure={name}"))["figure"]}
         with initialize_config_dir(str(CONF), version_base="1.3"):
-            check_overrides(figure, [f"figure={name}", "examples=9", "cluster.link.delay=0.1", "model.embedding_dim=4"])
+            check_overrides(figure, [f"figure={name}", "examples=9", "cluster.link.latency=1", "model.embedding_dim=4"])
             for override, message in messages.items():
                 with pytest.raises(ValueError, match=message):
                     check_overrides(figure, [override])

@@ -91,6 +91,11 @@ def test_substitution_when_layer_needs_several_sums_then_each_waits_for_the_one_
     assert traffic.seconds(network) == pytest.approx(4 * 0.01 + 16 * 5 * 4 / 1000)
 
 
+def test_all_reduce_then_takes_the_steps_of_a_ring() -> None:
+    ring = all_reduce(100.0, num_processes=4)  # of 400 bytes, a quarter at a time
+    assert ring.seconds(Network(latency=1.0, bandwidth=100.0)) == 6 * (1.0 + 1.0)
+
+
 def test_traffic_when_process_is_alone_then_nothing_is_sent() -> None:
     for layer in LAYERS.values():
         assert substitution([layer], num_processes=1, batch_size=8).sent_bytes == 0
@@ -107,7 +112,7 @@ def test_saving_when_first_layer_is_wide_and_few_rows_are_touched_then_it_is_neg
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: Network(bandwidth=0), "bandwidth must be positive"),
+        (lambda: Network(bandwidth=0), "bandwidth must be above 0"),
         (lambda: RichLayer(-1, 0, (1,)), "at least 0"),
         (lambda: all_reduce(1, num_processes=0), "num_processes must be at least 1, got 0"),
         (lambda: mesh([], num_processes=2, num_distinct=-1), "num_distinct must be at least 0"),

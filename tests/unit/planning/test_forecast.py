@@ -3,11 +3,12 @@
 import numpy as np
 import pytest
 
+from lightning_recsys.placement import Network
 from lightning_recsys.planning import Layout, StepCost, machines_from
 from lightning_recsys.planning.forecast import SERVER_CORES, TRAINER_CORES, TRAINER_PORT, forecast
 from lightning_recsys.planning.methods import METHODS
 from lightning_recsys.simulation.events import VirtualClock
-from lightning_recsys.simulation.machines import Exponential, Link, ServerQueues, Servers
+from lightning_recsys.simulation.machines import Exponential, ServerQueues, Servers
 
 EFFICIENCY = 1448 / 1514  # of full packets
 
@@ -59,7 +60,7 @@ def test_free_workers_when_served_exponentially_then_have_the_simulators_rate(wo
         machines(number=64),
     )
     clock, random = VirtualClock(), np.random.default_rng(0)
-    queues = ServerQueues(Servers(push=Exponential(serving)), Link(), clock, random)
+    queues = ServerQueues(Servers(push=Exponential(serving)), Network(), clock, random)
     steps, seconds = [0], 200.0
 
     def worker():

@@ -13,10 +13,10 @@ from lightning_recsys.data import BatchLoader, SyntheticDataModule
 from lightning_recsys.models import DeepFM
 from lightning_recsys.optim import RowAdagrad, RowSGD, RowSWAP, swap
 from lightning_recsys.optim.schedules import cosine, one_cycle
+from lightning_recsys.placement import Network
 from lightning_recsys.simulation import (
     Constant,
     Exponential,
-    Link,
     Normal,
     Servers,
     Synchronization,
@@ -90,7 +90,7 @@ def test_one_worker_then_trains_as_a_plain_loop_does_bit_for_bit():
             workers_per_replica=2,
             dense_on_servers=False,
             workers=Workers(compute=Normal(1.0, deviation=0.3)),
-            synchronization=Synchronization("easgd", interval=2.5, servers=Servers(link=Link(bandwidth=1e3))),
+            synchronization=Synchronization("easgd", interval=2.5, servers=Servers(link=Network(bandwidth=1e3))),
         ),
         VirtualCluster(
             num_replicas=3,
@@ -145,7 +145,7 @@ def test_schedule_when_a_replica_is_faster_than_the_others_then_stays_at_its_end
     """The slow one of two replicas computes one or two batches of 21 while the fast one trains all the others."""
     workers = Workers(compute=Constant(1.0), straggler_share=0.5, straggler_factor=10.0)
     sync = Synchronization("ma", rounds="background", interval=1e9)
-    cluster = VirtualCluster(num_replicas=2, workers=workers, synchronization=sync, link=Link(delay=1e-3))
+    cluster = VirtualCluster(num_replicas=2, workers=workers, synchronization=sync, link=Network(latency=1e-3))
     assert cluster.num_updates(21) == 11
     module = Sum(partial(one_cycle, total_steps=cluster.num_updates(21)))
     assert cluster.train(module, [make_batch(2) for _ in range(21)]).counts["pushes"] == 21
@@ -193,7 +193,7 @@ def test_background_easgd_then_a_round_sends_then_folds_the_answer():
     cluster = VirtualCluster(
         dense_on_servers=False,
         workers=Workers(compute=Constant(2.0)),
-        synchronization=Synchronization("easgd", interval=1.5, servers=Servers(link=Link(delay=1.0))),
+        synchronization=Synchronization("easgd", interval=1.5, servers=Servers(link=Network(latency=1.0))),
     )
     cluster.train(module, batches[:1])
     optimizer = expected.configure_optimizers()
@@ -324,6 +324,6 @@ def test_evaluation_then_is_asked_for_at_every_mark_and_at_the_end():
 def test_workers_when_they_always_fail_while_they_pull_then_the_run_ends_with_an_error():
     """A batch takes a second, but its rows arrive after ten, when the worker has failed long ago."""
     workers = Workers(compute=Constant(1.0), failures=Constant(2.0))
-    cluster = VirtualCluster(workers=workers, link=Link(delay=5.0))
+    cluster = VirtualCluster(workers=workers, link=Network(latency=5.0))
     with pytest.raises(ValueError, match=r"workers.failures: one batch was lost 100 times in a row"):
         cluster.train(ClickModule(), [make_batch(4)])

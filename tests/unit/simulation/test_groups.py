@@ -6,7 +6,8 @@ import pytest
 import torch
 from click_module import make_batch
 
-from lightning_recsys.simulation import Constant, Group, Leg, Link, Servers, Synchronization, VirtualCluster, Workers
+from lightning_recsys.placement import Network
+from lightning_recsys.simulation import Constant, Group, Leg, Servers, Synchronization, VirtualCluster, Workers
 from lightning_recsys.simulation.replica import Gradient
 
 
@@ -25,13 +26,13 @@ class Pushes:
 
 
 def run(group, *, replicas=1, steps=40, seed=0, link=None):
-    rule = Synchronization(interval=1.0, servers=Servers(link=Link(delay=0.01))) if replicas > 1 else None
+    rule = Synchronization(interval=1.0, servers=Servers(link=Network(latency=0.01))) if replicas > 1 else None
     cluster = VirtualCluster(
         num_replicas=replicas,
         dense_on_servers=False,
         workers=Workers(compute=Constant(0.0)),
         group=group,
-        link=link or Link(),
+        link=link or Network(),
         synchronization=rule,
     )
     learners = [Pushes() for _ in range(replicas)]
@@ -40,7 +41,7 @@ def run(group, *, replicas=1, steps=40, seed=0, link=None):
 
 def test_step_when_alone_then_takes_its_legs_and_its_messages():
     legs = [Leg(None, 1.0), Leg(0, 2.0, sent_bytes=30.0, returned_bytes=10.0), Leg(None, 0.5)]
-    group = Group(legs, num_servers=1, link=Link(delay=0.25, bandwidth=10.0), deviation=0.0)
+    group = Group(legs, num_servers=1, link=Network(latency=0.25, bandwidth=10.0), deviation=0.0)
     seconds = 1.0 + 2.0 + 0.5 + (30 + 10) / 10 + 4 * 0.25
     assert group.cycle_seconds == seconds
     results = run(group, steps=50)
@@ -51,13 +52,13 @@ def test_step_when_alone_then_takes_its_legs_and_its_messages():
 def test_legs_when_together_then_a_step_takes_the_longest_and_the_trainers_port_sends_one_after_the_other():
     """Sent after 1, 2 and 3 seconds, computed after 6, 4 and 4.5; answers of a second each come back from then on."""
     together = [Leg(0, 5.0, 10.0, 10.0), Leg(1, 2.0, 10.0, 10.0), Leg(2, 1.5, 10.0, 10.0)]
-    group = Group([Leg(None, 0.5), together], num_servers=3, link=Link(delay=0.25, bandwidth=10.0), deviation=0.0)
+    group = Group([Leg(None, 0.5), together], num_servers=3, link=Network(latency=0.25, bandwidth=10.0), deviation=0.0)
     seconds = 0.5 + 6.0 + 1.0 + 4 * 0.25
     assert group.cycle_seconds == seconds
     results = run(group, steps=50)
     assert results.seconds == pytest.approx(50 * seconds, abs=seconds)
     assert results.utilization["group server 1 processor"] == pytest.approx(2.0 / seconds, rel=0.03)
-    apart = Group([Leg(None, 0.5), *together], num_servers=3, link=Link(delay=0.25, bandwidth=10.0), deviation=0.0)
+    apart = Group([Leg(None, 0.5), *together], num_servers=3, link=Network(latency=0.25, bandwidth=10.0), deviation=0.0)
     assert apart.cycle_seconds == 0.5 + 8.5 + 6.0 + 3 * 4 * 0.25
 
 
@@ -75,19 +76,19 @@ def test_legs_when_together_then_a_step_takes_the_longest_and_the_trainers_port_
                 num_trainers=2,
                 nets_per_trainer=9,
                 num_servers=1,
-                link=Link(bandwidth=10.0),
+                link=Network(bandwidth=10.0),
             ),
             2.0,
         ),
         (
             Group(
-                [Leg(i, 0.01, sent_bytes=5.0) for i in (0, 1)], nets_per_trainer=9, num_servers=2, link=Link(0, 10.0)
+                [Leg(i, 0.01, sent_bytes=5.0) for i in (0, 1)], nets_per_trainer=9, num_servers=2, link=Network(10.0)
             ),
             1.0,
         ),
         (
             Group(
-                [[Leg(i, 0.01, sent_bytes=5.0) for i in (0, 1)]], nets_per_trainer=9, num_servers=2, link=Link(0, 10.0)
+                [[Leg(i, 0.01, sent_bytes=5.0) for i in (0, 1)]], nets_per_trainer=9, num_servers=2, link=Network(10.0)
             ),
             1.0,
         ),
@@ -117,7 +118,11 @@ def test_staleness_when_nets_are_alike_then_its_mean_is_their_number_and_no_grou
 
 def test_run_when_repeated_with_its_seed_then_is_the_same():
     group = Group(
-        [Leg(None, 1.0), Leg(0, 0.5, 3.0, 2.0)], num_trainers=2, nets_per_trainer=4, num_servers=1, link=Link(0.1, 5.0)
+        [Leg(None, 1.0), Leg(0, 0.5, 3.0, 2.0)],
+        num_trainers=2,
+        nets_per_trainer=4,
+        num_servers=1,
+        link=Network(5.0, 0.1),
     )
     one, other = (run(group, steps=20, seed=3).to_dict() for _ in range(2))
     assert one == other

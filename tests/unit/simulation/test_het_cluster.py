@@ -10,7 +10,8 @@ from lightning_recsys.data import Batch, SyntheticDataModule
 from lightning_recsys.embeddings import SparseFeatures
 from lightning_recsys.models import DeepFM, LogisticRegression
 from lightning_recsys.optim import RowAdagrad, RowAdam, RowSGD
-from lightning_recsys.simulation import Constant, Exponential, HETCluster, Link, Normal, Servers, Workers
+from lightning_recsys.placement import Network
+from lightning_recsys.simulation import Constant, Exponential, HETCluster, Normal, Servers, Workers
 from lightning_recsys.tasks import CTRTask
 
 SGD = partial(torch.optim.SGD, lr=0.1)
@@ -85,7 +86,7 @@ def test_cluster_when_run_again_then_same_seed_same_result_bit_for_bit():
             cache_fraction=0.3,
             staleness=2,
             workers=Workers(compute=Normal(0.01, 0.002), speed_deviation=0.1),
-            servers=Servers(link=Link(bandwidth=1e5)),
+            servers=Servers(link=Network(bandwidth=1e5)),
         )
         task = make_task(data, RowAdagrad(0.1))
         results = cluster.train(task, data.train_dataloader(), seed=seed, mark_every=96)
@@ -127,7 +128,7 @@ def test_hybrid_then_bytes_and_seconds_are_those_of_every_row_of_every_batch():
         algorithm="hybrid",
         embedding_dim=128,
         workers=Workers(compute=Constant(0.01)),
-        servers=Servers(link=Link(bandwidth=1e6)),
+        servers=Servers(link=Network(bandwidth=1e6)),
     )
     found = cluster.train(rows.task(), [rows.batch] * steps)
     assert found.traffic["rows"] == found.traffic["gradients"] == steps * 50 * (4 + 512)
@@ -140,7 +141,7 @@ def test_hybrid_then_bytes_and_seconds_are_those_of_every_row_of_every_batch():
 def test_all_reduce_and_slowest_worker_then_they_set_the_time_of_a_step():
     rows = SameRows(16)
     workers = Workers(compute=Constant(0.01), straggler_share=0.25, straggler_factor=3.0)
-    cluster = HETCluster(num_workers=4, dense_bytes=4000, workers=workers, link=Link(delay=0.001, bandwidth=1e6))
+    cluster = HETCluster(num_workers=4, dense_bytes=4000, workers=workers, link=Network(latency=0.001, bandwidth=1e6))
     found = cluster.train(rows.task(), [rows.batch] * 4 * 20)
     ring = 6 * (0.001 + 1000 / 1e6)
     assert found.seconds / 20 == pytest.approx(0.03 + ring, rel=0.02)  # rows travel meanwhile

@@ -5,12 +5,12 @@ import math
 import numpy as np
 import pytest
 
+from lightning_recsys.placement import Network
 from lightning_recsys.simulation import (
     Constant,
     Exponential,
     HETCluster,
     Leg,
-    Link,
     Normal,
     Servers,
     Synchronization,
@@ -47,16 +47,12 @@ def test_workers_when_heterogeneous_then_speeds_are_normal_like_and_positive():
 
 
 def test_servers_when_two_pull_together_then_the_second_waits_for_the_port():
-    servers = Servers(count=2, link=Link(delay=1.0, bandwidth=50.0), push=Constant(4.0))
-    queues = ServerQueues(servers, Link(delay=0.5, bandwidth=100.0), VirtualClock(), np.random.default_rng(0))
+    servers = Servers(count=2, link=Network(latency=1.0, bandwidth=50.0), push=Constant(4.0))
+    queues = ServerQueues(servers, Network(latency=0.5, bandwidth=100.0), VirtualClock(), np.random.default_rng(0))
     assert queues.answer(1000.0) == 1.5 + 10.0  # by both ports together, and by the worker's link
     assert queues.answer(1000.0) == 1.5 + 20.0
     assert queues.send(1000.0) == 1.5 + 10.0  # the other way is another queue
     assert queues.work(servers.push) == 2.0
-
-
-def test_all_reduce_then_takes_the_steps_of_a_ring():
-    assert Link(delay=1.0, bandwidth=100.0).all_reduce_seconds(400.0, 4) == 6 * (1.0 + 1.0)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +60,7 @@ def test_all_reduce_then_takes_the_steps_of_a_ring():
     [
         (lambda: Constant(-1.0), "Constant.mean must be a finite number of at least 0, got -1.0"),
         (lambda: Normal(1.0, deviation=1.0), "deviation must be below the mean"),
-        (lambda: Link(bandwidth=0.0), "bandwidth must be above 0"),
+        (lambda: Network(bandwidth=0.0), "bandwidth must be above 0"),
         (lambda: Servers(count=0), "servers.count must be a whole number of at least 1, got 0"),
         (lambda: Servers(count=1.5), "servers.count must be a whole number of at least 1, got 1.5"),
         (lambda: Workers(straggler_share=1.5), "straggler_share must be at most 1"),
@@ -102,7 +98,7 @@ def test_workers_when_the_slowest_fails_before_a_batch_is_done_then_error_says_s
     [
         lambda: Constant(True),
         lambda: Workers(cores=True),
-        lambda: Link(bandwidth=True),
+        lambda: Network(bandwidth=True),
         lambda: Servers(count=True),
         lambda: VirtualCluster(workers_per_replica=True),
         lambda: HETCluster(num_workers=True),

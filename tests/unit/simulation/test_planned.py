@@ -15,7 +15,7 @@ from lightning_recsys.simulation.planned import coding, legs_of
 SMALL = LargeModel(
     batch_size=10, towers=2, tower_inputs=64, tower_widths=(32, 16), interaction_width=48, top_widths=(64, 64, 16)
 )
-MACHINE = {"cores": 4, "flops": 1e9, "bandwidth": 1e8, "delay": 1e-4, "trainer_seconds": 1e-4}
+MACHINE = {"cores": 4, "flops": 1e9, "bandwidth": 1e8, "latency": 1e-4, "trainer_seconds": 1e-4}
 
 
 @pytest.mark.parametrize("method", ["none", "rules", "greedy"])
