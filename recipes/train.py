@@ -32,6 +32,7 @@ from recipe_tools.build import (
 )
 from recipe_tools.config_types import check_types
 from recipe_tools.curves import draw_run
+from recipe_tools.epochs import take_auto_epochs
 from recipe_tools.on_ray import refuse_one_process, worker_arguments
 from recipe_tools.overrides import explained_overrides, schema_changes
 from recipe_tools.precision import choose_precision
@@ -78,6 +79,7 @@ def train(config: Config, record: RunRecord) -> None:
     Where several processes run the recipe, as under ``torchrun``, all of them fit, and rank 0 does the rest.
     """
     take_started(config["trainer"])
+    take_auto_epochs(config)
     check_types(config)
     check_checkpoint(config["ckpt_path"])
     seed_everything(config["seed"])
@@ -108,6 +110,8 @@ def train(config: Config, record: RunRecord) -> None:
     record.details["best_epoch"] = getattr(trainer.checkpoint_callback, "best_epoch", None)
     score = getattr(trainer.checkpoint_callback, "best_model_score", None)
     record.details["best_score"] = None if score is None else float(score)  # of that epoch, by the monitored metric
+    if score is not None:  # the epoch that is tested, and that a sweep compares, may not be the last one
+        record.metrics[trainer.checkpoint_callback.monitor] = float(score)
 
     record.metrics |= test_on_one_device(
         config,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
+from recipe_tools.epochs import LEAST_STEPS
 from recipe_tools.record import RunRecord
 from recipe_tools.report import console
 from rich.markup import escape
@@ -12,7 +12,6 @@ from rich.table import Table
 
 from lightning_recsys.data import Schema
 
-STEPS = 200  # that a first run makes at least
 FEW_STEPS = 50  # in which hardly anything is learned
 UNSEEN = 0.9  # share of unknown ids from which on a column tells next to nothing
 SMALLEST_BATCH, USUAL_BATCH = 32, 2048
@@ -29,22 +28,17 @@ def show_guess(schema: Schema) -> None:
 
 
 def first_run(training_rows: float) -> list[str]:
-    """The overrides of a run that makes 200 steps at least; none where the usual batch in one epoch does.
+    """The overrides of a run of 200 steps at least; none where the usual batch in one epoch makes as many.
 
-    The batch is made smaller first, down to 32 rows, and then the epochs are more.
+    The batch is smaller else, down to 32 rows, and the validation rows say after how many epochs it ends.
 
     >>> first_run(1e6), first_run(26_000), first_run(800)
-    ([], ['data.batch_size=128'], ['data.batch_size=32', 'trainer.max_epochs=8'])
+    ([], ['data.batch_size=128', 'trainer.max_epochs=auto'], ['data.batch_size=32', 'trainer.max_epochs=auto'])
     """
     batch_size = USUAL_BATCH
-    while batch_size > SMALLEST_BATCH and training_rows < STEPS * batch_size:
+    while batch_size > SMALLEST_BATCH and training_rows < LEAST_STEPS * batch_size:
         batch_size //= 2
-    steps = max(math.ceil(training_rows / batch_size), 1)  # of an epoch
-    epochs = math.ceil(STEPS / steps)
-    return [
-        *([f"data.batch_size={batch_size}"] if batch_size < USUAL_BATCH else []),
-        *([f"trainer.max_epochs={epochs}"] if epochs > 1 else []),
-    ]
+    return [f"data.batch_size={batch_size}", "trainer.max_epochs=auto"] if batch_size < USUAL_BATCH else []
 
 
 def print_advice(record: RunRecord, *, training_rows: int) -> None:

@@ -145,7 +145,7 @@ def build_task(config: Config, datamodule: Any) -> Task:
     optim, arguments = config["optim"], datamodule.model_arguments
     if "num_classes" in arguments and not arguments.keys() <= _parameters(config["model"]):
         raise ValueError(f"model: {config['model']['_target_']} cannot be trained on a graph: use model=graphsage.")
-    if "num_classes" not in arguments and "num_classes" in _required(config["model"]["_target_"]):
+    if "num_classes" not in arguments and "num_classes" in required(config["model"]["_target_"]):
         raise ValueError(
             f"data: {config['model']['_target_']} needs a graph, and {config['data']['_target_']} has none: use "
             "data=cora, amazon_computers, graph, links or movielens_graph."
@@ -202,7 +202,7 @@ def build_dense_optimizer(node: Config) -> Any:
     return make
 
 
-def _required(target: str) -> set[str]:
+def required(target: str) -> set[str]:
     parameters = inspect.signature(get_object(target)).parameters.values()
     return {x.name for x in parameters if x.default is x.empty and x.kind is x.KEYWORD_ONLY}
 

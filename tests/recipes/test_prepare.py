@@ -33,7 +33,7 @@ def own_rows(tmp_path_factory, run_forked):
 def test_schema_command_writes_a_schema_and_nothing_else(own_rows):
     folder, done = own_rows
     assert (done.returncode, done.stderr) == (0, "")
-    first = "python recipes/train.py data=tabular data.schema=clicks.yaml data.batch_size=32 trainer.max_epochs=14"
+    first = "python recipes/train.py data=tabular data.schema=clicks.yaml data.batch_size=32 trainer.max_epochs=auto"
     assert done.stdout.splitlines()[-1].strip() == first
     schema = yaml.safe_load((folder / "clicks.yaml").read_text())
     assert schema["label"] == {"column": "click"}

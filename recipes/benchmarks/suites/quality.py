@@ -246,7 +246,6 @@ def _train(job: Job, config: dict[str, Any], record: RunRecord) -> None:
         from train import train
 
         train(config, record)
-        record.metrics["val/auc"] = record.details["best_score"]  # and not the last epoch's
     else:
         from benchmarks.peers import fuxictr_training
 
