@@ -29,6 +29,7 @@ from recipe_tools.build import (
     seed_everything,
 )
 from recipe_tools.config_types import check_types
+from recipe_tools.epochs import take_auto_epochs
 from recipe_tools.trained import load_checkpoint
 
 from lightning_recsys.callbacks import NormalizedEntropyMonitor
@@ -73,7 +74,10 @@ def test_every_file_composes(root, leaf, composed):
         config = composed("rows", "data=criteo", f"{group}={name}", folder=root)
     else:
         config = composed(OWNER.get(group, "train"), f"{group}={name}")
-    check_types(OmegaConf.to_container(config, resolve=True))  # and all interpolations resolve
+    plain_config = OmegaConf.to_container(config, resolve=True)  # all interpolations resolve
+    if "trainer" in plain_config:
+        take_auto_epochs(plain_config)
+    check_types(plain_config)
 
 
 def test_what_the_files_name_of_the_package_when_looked_up_then_is_there():
