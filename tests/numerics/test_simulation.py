@@ -10,7 +10,8 @@ import torch
 
 from lightning_recsys.data import Batch
 from lightning_recsys.embeddings import SparseFeatures
-from lightning_recsys.simulation import Constant, Exponential, Link, Servers, VirtualCluster, Workers
+from lightning_recsys.placement import Network
+from lightning_recsys.simulation import Constant, Exponential, Servers, VirtualCluster, Workers
 from lightning_recsys.simulation.replica import Gradient
 
 BATCH = Batch(torch.zeros(2, 0), SparseFeatures(("a",), torch.zeros(2, dtype=torch.int64)), torch.tensor([0.0, 1.0]))
@@ -74,8 +75,8 @@ def test_throughput_of_one_server_then_is_that_of_the_machine_repairman(workers,
 def test_one_worker_then_each_batch_takes_the_sum_of_its_parts():
     cluster = VirtualCluster(
         workers=Workers(compute=Constant(1.0), elsewhere=Constant(0.25)),
-        link=Link(delay=0.125, bandwidth=1000.0),
-        servers=Servers(count=2, link=Link(delay=0.5, bandwidth=250.0), pull=Constant(2.0), push=Constant(4.0)),
+        link=Network(latency=0.125, bandwidth=1000.0),
+        servers=Servers(count=2, link=Network(latency=0.5, bandwidth=250.0), pull=Constant(2.0), push=Constant(4.0)),
     )
     results = simulate(cluster, 1001, dense_bytes=1000)
     # ask .625, pull 2/2, answer .625 + 1000/(2 x 250) = 2, compute 1, send the same 2.625, push 4/2, elsewhere .25

@@ -39,7 +39,7 @@ def guess_schema(
     *,
     dates: DateOrder | None = None,
 ) -> Schema:
-    """Guess what the columns of a table mean, from the first 200,000 rows of its first file.
+    """Guess what the columns of a table mean, from a sample of 200,000 rows of its first file.
 
     Numbers become dense features, or categories where they are few; whether whole numbers are ids, the rows decide, and
     names only where these do not. Words become categories, or bags where they are lists. What is constant, different in
@@ -238,7 +238,7 @@ def _remarks(first: Path, *, has_time: bool, drift: str | None) -> dict[str, str
     elif has_time:
         split += "; {by: time} holds back the latest instead"
     return {
-        "": f"Guessed from the first rows of {first.name}. Check it: a remark says why. Every key: docs/schema.md",
+        "": f"Guessed from a sample of {first.name}. Check it: a remark says why. Every key: docs/schema.md",
         "column_names": "the first line is no header: rename as you like",
         "skip_lines": "lines at the top that are left out: a title, or a header that does not fit the rows",
         "comment": "lines at the top that start like this are left out",

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import sqlite3
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from urllib.parse import quote
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.ipc as ipc
@@ -24,6 +26,9 @@ from lightning_recsys.data.tables.schema_parts import Kind
 
 _ARROW_FILE = b"ARROW1"
 _CALLED: Mapping[Kind, str] = {"parquet": "Parquet", "arrow": "Arrow", "orc": "ORC"}
+_DECODED_ROWS = 2_000_000  # of Parquet, at most, of which a sample is taken,
+_SAMPLED_GROUPS = 64  # in so many row groups at most,
+_PIECES = 8  # of each of which there are as many pieces
 _HEAD_ROWS = 1000  # of a query, which tell the types of its columns
 _VIEWS = (
     (pa.types.is_string_view, pa.string()),
@@ -67,6 +72,17 @@ class RecordFile(ABC):
             pyarrow.ArrowInvalid: the file is damaged; or ``OSError``.
         """
 
+    def sample(self, num_rows: int, num_bytes: int) -> Iterator[Records]:
+        """Some batches, of about so many rows, or of fewer where these have more than so many bytes.
+
+        They are the file's first ones, but for Parquet, where they come from all over it.
+        """
+        for records in self.batches(num_rows):
+            yield records
+            num_rows, num_bytes = num_rows - len(records.batch), num_bytes - records.batch.nbytes
+            if num_rows <= 0 or num_bytes <= 0:
+                return
+
     def leaves(self) -> list[Place]:
         """The columns, each with the structures around it."""
         return leaves(self.schema)
@@ -95,6 +111,19 @@ def leaf(batch: pa.RecordBatch, place: Place) -> pa.Array:
     if pa.types.is_list_view(column.type) or pa.types.is_large_list_view(column.type):
         column = column.cast(pa.large_list(column.type.value_type))
     return next((column.cast(plain) for is_a, plain in _VIEWS if is_a(column.type)), column)
+
+
+T = TypeVar("T", pa.RecordBatch, pa.ChunkedArray)
+
+
+def thinned(rows: T, count: int) -> T:
+    """At most so many rows, evenly spaced; the first ones where Arrow takes none of their type, such as views."""
+    if len(rows) <= count:
+        return rows
+    try:
+        return rows.take(pa.array(np.linspace(0, len(rows) - 1, count).astype(int)))
+    except pa.ArrowNotImplementedError:
+        return rows.slice(0, count)
 
 
 @contextmanager
@@ -152,6 +181,26 @@ class _ParquetFile(RecordFile):
                     if before >= first:
                         yield Records(before, batch, start / file.metadata.num_rows)
             start = stop
+
+    def sample(self, num_rows: int, num_bytes: int) -> Iterator[Records]:
+        file, metadata = self._file, self._file.metadata
+        lengths = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
+        start = next(file.iter_batches(_HEAD_ROWS), None)
+        if start is None or not len(start):
+            return
+        wanted = min(num_rows, math.ceil(num_bytes * len(start) / max(start.nbytes, 1)))
+        if metadata.num_rows <= wanted:
+            yield from self.batches(num_rows)
+            return
+        chosen = sorted({round(x) for x in np.linspace(0, len(lengths) - 1, min(len(lengths), _SAMPLED_GROUPS))})
+        share, given = wanted / sum(lengths[x] for x in chosen), 0
+        for group in chosen:
+            of_piece = math.ceil(share * lengths[group] / _PIECES)
+            length = max(min(lengths[group], _DECODED_ROWS // len(chosen)) // _PIECES, of_piece)
+            for batch in islice(file.iter_batches(length, row_groups=[group], use_threads=self._whole), _PIECES):
+                piece = thinned(batch, of_piece)
+                given += len(piece)
+                yield Records(given - len(piece), piece, given / metadata.num_rows)
 
 
 class _ArrowFile(RecordFile):

@@ -1,4 +1,4 @@
-"""How an unknown file is written, from its first rows."""
+"""How an unknown file is written, from its first rows and some of the others."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import takewhile
+from itertools import chain, takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
 import pyarrow as pa
 
-from lightning_recsys.data.files import ByteSource, stored_bytes
+from lightning_recsys.data.files import COMPRESSION, ByteSource, stored_bytes, stored_file
 from lightning_recsys.data.tables.columns import NUMBER
 from lightning_recsys.data.tables.json_lines import NotAnObjectError, parse_line, parse_lines
 from lightning_recsys.data.tables.reading import (
@@ -25,16 +26,22 @@ from lightning_recsys.data.tables.reading import (
     refuse_json,
     separator_of,
 )
-from lightning_recsys.data.tables.record_files import leaf, open_records
+from lightning_recsys.data.tables.record_files import leaf, open_records, thinned
 from lightning_recsys.data.tables.schema_parts import COMMENT_MARKS, Kind, TableFormat
 
 _SEPARATORS = ("\t", "::", ",", ";", "|")
 _LAST = (" ",)  # as R writes it; where none of the others fits, because it stands between words, too
 _SAMPLE_BYTES = 32_000_000
 _SAMPLE_ROWS = 200_000
+_HEAD = 8  # the part of a sample that is the file's beginning: an eighth
+_STRETCHES, _STRETCH_BYTES = 1024, 16_384  # at most, and at least, over the rest of a large file
+_STRETCH_LINES = 100  # where a row may take several lines
 _SEPARATOR_ROWS = 50_000  # that tell the separator
 _STEADY = 0.9  # share of lines that must have the same number of columns
 _TELLING = 20  # rows with as many columns as each other are no chance, however many lines each has
+
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -55,11 +62,13 @@ class Sniffed:
 
 
 def sniff(path: Path, num_rows: int = _SAMPLE_ROWS) -> Sniffed:
-    """Look at the first rows of a file.
+    """Look at a sample of a file: the first rows, and seven times as many from all over the rest, which may be sorted.
+
+    The rest of a compressed file is not read, nor that of a file with typed columns other than Parquet.
 
     Args:
         path: The file.
-        num_rows: How many rows of a text file to look at, at most; fewer where its first bytes hold fewer.
+        num_rows: How many rows of a text file to look at, at most; fewer where the bytes that are read hold fewer.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -75,7 +84,8 @@ def sniff(path: Path, num_rows: int = _SAMPLE_ROWS) -> Sniffed:
     if kind == "json" or _is_object(numbered[0][1]):
         table = TableFormat(format=None if kind == "json" else "json", encoding=encoding)
         return _sample_json(path, table, [line for _, line in numbered], num_rows, share)
-    left_out, numbered = len(numbered[num_rows:]), numbered[:num_rows]
+    stretch = _STRETCH_LINES if any(line.count('"') % 2 for _, line in numbered[:num_rows]) else 1
+    left_out, numbered = max(len(numbered) - num_rows, 0), _spread(numbered, num_rows, stretch)
     places, lines = zip(*numbered, strict=True)
     refuse_json(lines[0], path)
     separator, num_columns = _separator(path, list(lines[:_SEPARATOR_ROWS]))
@@ -103,6 +113,20 @@ def sniff(path: Path, num_rows: int = _SAMPLE_ROWS) -> Sniffed:
         raise ValueError(f"{path} has a header and no rows.")
     columns = dict(zip(names, map(list, zip(*rows[named:], strict=True)), strict=True))
     return Sniffed(table, columns, round((len(rows) - named + left_out) / share))
+
+
+def _spread(lines: Sequence[T], count: int, stretch: int) -> list[T]:
+    """At most so many lines: the first ones, and stretches of so many lines from all over the rest.
+
+    >>> _spread(range(100), 16, 1)
+    [0, 1, 2, 9, 16, 24, 31, 39, 46, 54, 61, 69, 76, 84, 91, 99]
+    """
+    if len(lines) <= count:
+        return list(lines)
+    num_stretches = (count - count // _HEAD) // stretch
+    head = count - num_stretches * stretch
+    starts = np.linspace(head, len(lines) - stretch, num_stretches).astype(int)
+    return [*lines[:head], *chain.from_iterable(lines[start : start + stretch] for start in starts)]
 
 
 def _whole(rows: list[list[str]], num_columns: int) -> list[list[str]]:
@@ -160,22 +184,41 @@ def is_number(word: str) -> bool:
 
 
 def _decode(path: Path) -> tuple[str, str, float]:
-    """The first bytes of a file as text, in which encoding, and which share of the file they are."""
+    """Bytes of a file as text, in whole lines; in which encoding, and which share of the file they are.
+
+    They are the first ones, or the first and stretches of the rest, where the file can be read from anywhere.
+    """
     with ByteSource(path) as stream:
         try:
             start: bytes = stream.read(_SAMPLE_BYTES)
             share = stream.consumed / max(stored_bytes(path), 1) if len(start) == _SAMPLE_BYTES else 1.0
         except OSError as error:
             raise ValueError(f"{path}: the file is damaged ({error}).") from error
+    is_wide = start[:2] in (b"\xff\xfe", b"\xfe\xff")
     if len(start) == _SAMPLE_BYTES:
+        head = start.rfind(b"\n", 0, len(start) // _HEAD) + 1
+        if head and not is_wide and stored_file(path) == path and path.suffix.lower() not in COMPRESSION:
+            start = start[:head] + _stretches(path, first=head - 1, num_bytes=len(start) - head)
+            share = len(start) / path.stat().st_size
         start = start[: start.rfind(b"\n")]  # leave out the line that was cut off
-    if start[:2] in (b"\xff\xfe", b"\xfe\xff"):
+    if is_wide:
         return start[: len(start) // 2 * 2].decode("utf-16"), "utf-16", share
     refuse_binary(start, path)
     try:
         return start.decode("utf-8-sig"), "utf-8", share
     except UnicodeDecodeError:
         return start.decode("latin-1"), "latin-1", share
+
+
+def _stretches(path: Path, *, first: int, num_bytes: int) -> bytes:
+    """Whole lines from all over a file, from a byte of it on."""
+    count = max(1, min(_STRETCHES, num_bytes // _STRETCH_BYTES))
+    found, size = [], num_bytes // count
+    with path.open("rb") as file:
+        for start in np.linspace(first, path.stat().st_size - size, count).astype(int):
+            file.seek(start)
+            found.append(file.read(size).partition(b"\n")[2].rpartition(b"\n")[0])
+    return b"\n".join(found) + b"\n"
 
 
 def _separator(path: Path, lines: list[str]) -> tuple[str, int]:
@@ -260,16 +303,16 @@ def _sample_records(path: Path, kind: Kind) -> Sniffed:
     places = read_header(path, TableFormat()).places
     with open_records(path, kind) as file:
         parts, num_rows, num_bytes, share = list[pa.RecordBatch](), 0, 0, 1.0
-        for _, batch, done in file.batches(_SAMPLE_ROWS):
+        for _, batch, done in file.sample(_SAMPLE_ROWS, _SAMPLE_BYTES):
             parts.append(batch)
             num_rows, num_bytes, share = num_rows + len(batch), num_bytes + batch.nbytes, done
-            if num_rows >= _SAMPLE_ROWS or num_bytes > _SAMPLE_BYTES:
-                break
         if not num_rows:
             raise ValueError(f"{path} has no rows.")
         # Of bytes as many as of text: vectors and long lists are dear as objects of Python.
         sample = min(_SAMPLE_ROWS, num_rows, max(1, num_rows * _SAMPLE_BYTES // max(num_bytes, 1)))
-        columns = {name: pa.chunked_array([leaf(x, place) for x in parts])[:sample] for name, place in places.items()}
+        columns = {
+            name: thinned(pa.chunked_array([leaf(x, place) for x in parts]), sample) for name, place in places.items()
+        }
         return _of_typed(TableFormat(), columns, round(num_rows / share))
 
 
@@ -281,7 +324,7 @@ def _is_object(line: str) -> bool:
 
 
 def _sample_json(path: Path, table: TableFormat, lines: Sequence[str], num_rows: int, share: float) -> Sniffed:
-    columns, _ = parse_lines(lines[:num_rows], read_header(path, table).places)
+    columns, _ = parse_lines(_spread(lines, num_rows, 1), read_header(path, table).places)
     return _of_typed(table, columns, round(len(lines) / share))
 
 

@@ -1,0 +1,100 @@
+"""Samples of files that are sorted: a guess sees all of a file, whatever its rows are sorted by."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+
+import pyarrow as pa
+import pyarrow.parquet as parquet
+import pytest
+
+from lightning_recsys.data import guess_schema
+from lightning_recsys.data.tables import record_files, sniffing
+from lightning_recsys.data.tables.sniffing import sniff
+
+ROWS = 20_000  # of which the last tenth is positive
+
+
+@pytest.fixture
+def table(tmp_path):
+    """Writes the table in a format."""
+    columns = {
+        "row": [f"row {i}" for i in range(ROWS)],
+        "words": [f"a{i % 7}" for i in range(ROWS)],
+        "clicked": [int(i >= 0.9 * ROWS) for i in range(ROWS)],
+    }
+    lines = list(zip(*columns.values(), strict=True))
+
+    def write(kind: str):
+        path = tmp_path / f"sorted.{kind}"
+        text = "\n".join(["row,words,clicked", *(",".join(map(str, x)) for x in lines)]) + "\n"
+        if kind == "parquet":
+            parquet.write_table(pa.table(columns), path, row_group_size=3000)
+        elif kind == "jsonl":
+            path.write_text("\n".join(json.dumps(dict(zip(columns, x, strict=True))) for x in lines))
+        elif kind == "csv.gz":
+            path.write_bytes(gzip.compress(text.encode()))
+        else:
+            path.write_text(text, encoding="utf-16" if kind == "wide.csv" else "utf-8")
+        return path
+
+    return write
+
+
+@pytest.mark.parametrize("limit", ["rows", "bytes"])
+@pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet"])
+def test_sample_when_the_file_is_sorted_by_its_label_then_has_both_and_each_row_once(table, kind, limit, monkeypatch):
+    path = table(kind)
+    num_rows = 4000
+    if limit == "bytes":
+        monkeypatch.setattr(sniffing, "_SAMPLE_BYTES", path.stat().st_size // 4)
+        monkeypatch.setattr(sniffing, "_STRETCH_BYTES", 1000)
+        num_rows = ROWS
+    if kind == "parquet":
+        monkeypatch.setattr(sniffing, "_SAMPLE_ROWS", num_rows)
+        monkeypatch.setattr(record_files, "_DECODED_ROWS", 9000)
+    sniffed = sniff(path, num_rows)
+    rows = sniffed.columns["row"]
+    assert 1000 < len(rows) <= (num_rows if limit == "rows" else 0.35 * ROWS)
+    assert len(set(rows)) == len(rows)
+    assert rows == sorted(rows, key=lambda row: int(row.split()[1]))
+    assert rows[0] == "row 0"
+    share = sum(map(int, sniffed.columns["clicked"])) / len(rows)
+    assert 0.04 < share < 0.2
+    for row, word, clicked in zip(rows, sniffed.columns["words"], sniffed.columns["clicked"], strict=True):
+        number = int(row.removeprefix("row "))
+        assert (word, clicked) == (f"a{number % 7}", str(int(number >= 0.9 * ROWS)))
+    assert sniffed.num_rows == pytest.approx(ROWS, rel=0.01 if limit == "rows" else 0.25)
+
+
+@pytest.mark.parametrize("kind", ["csv.gz", "wide.csv"])
+def test_sample_when_the_file_can_only_be_read_from_its_start_then_has_its_first_rows(table, kind, monkeypatch):
+    path = table(kind)
+    monkeypatch.setattr(sniffing, "_SAMPLE_BYTES", 60_000)
+    rows = sniff(path).columns["row"]
+    assert rows == [f"row {i}" for i in range(len(rows))]
+    assert 1000 < len(rows) < ROWS
+
+
+def test_guess_when_the_table_is_sorted_by_its_label_then_columns_are_judged(tmp_path, monkeypatch):
+    monkeypatch.setattr(sniffing.sniff, "__defaults__", (3000,))
+    generator = random.Random(0)
+    users = [generator.randrange(1000, 1300) for _ in range(ROWS)]
+    rows = sorted((int(generator.random() < (0.7 if user % 7 == 0 else 0.1)), user) for user in users)
+    lines = ["clicked,user,price", *(f"{click},{user},{generator.random():.3f}" for click, user in rows)]
+    (tmp_path / "clicks.csv").write_text("\n".join(lines))
+    schema = guess_schema(tmp_path / "clicks.csv")
+    assert "user" in schema.categorical
+    assert "held-out log loss as ids" in schema.comments["user"]
+
+
+def test_sample_when_arrow_can_take_no_rows_of_a_type_then_has_the_first_ones_of_each_part(tmp_path, monkeypatch):
+    monkeypatch.setattr(sniffing, "_SAMPLE_ROWS", 160)
+    columns = {"word": pa.array([f"w{i}" for i in range(1000)], pa.string_view()), "row": list(range(1000))}
+    parquet.write_table(pa.table(columns), tmp_path / "x.parquet", row_group_size=500)
+    sniffed = sniff(tmp_path / "x.parquet")
+    assert sniffed.num_rows == 1000
+    assert [word.removeprefix("w") for word in sniffed.columns["word"]] == sniffed.columns["row"]
+    assert 0 < sum(int(row) >= 500 for row in sniffed.columns["row"]) <= 80
