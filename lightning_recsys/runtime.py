@@ -92,7 +92,7 @@ def process_end(pid: int) -> list[int]:
 
 @dataclass(frozen=True)
 class ProcessState:
-    """What a process inherits by fork and a worker of a fork server does not: it is forked from another process.
+    """The state that a process inherits by fork and a worker of a fork server does not, since another process forks it.
 
     Args:
         environ: Environment variables.

@@ -38,7 +38,7 @@ _COLUMNS = ("", "examples/s", "requests/s", "NE", "staleness", "in/s", "out/s", 
 
 @dataclass(frozen=True)
 class Sample:
-    """What a process told at one moment. ``None`` stands for what it does not know.
+    """The numbers of a process at one moment. ``None`` stands for what it does not know.
 
     Args:
         seconds: When it told, by this machine's clock.
@@ -121,7 +121,7 @@ class Watched:
 
 
 def sample_of_metrics(text: str) -> Sample:
-    """What a server's or a worker's metrics tell.
+    """The sample in a server's or a worker's metrics.
 
     Args:
         text: Prometheus text, as :class:`~lightning_recsys.monitoring.MonitoringEndpoint` answers it.

@@ -1,4 +1,4 @@
-"""What the callbacks of this package have in common."""
+"""The base class of this package's callbacks."""
 
 from __future__ import annotations
 

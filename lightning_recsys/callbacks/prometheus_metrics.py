@@ -1,4 +1,4 @@
-"""What each worker of a run tells Prometheus while it trains."""
+"""The numbers that each worker of a run tells Prometheus while it trains."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ log = logging.getLogger(f"pytorch_lightning.{__name__}")  # which has a handler 
 
 @dataclass
 class _Told:
-    """What a scrape reads, written by the thread that trains; each field is replaced as a whole."""
+    """The state that a scrape reads, written by the thread that trains; each field is replaced as a whole."""
 
     steps: int = 0
     examples: int = 0
@@ -121,11 +121,11 @@ class PrometheusMetrics(LeanCallback):
         self._ended = now
 
     def on_validation_start(self, *_: Any) -> None:
-        """What comes now is no wait for data."""
+        """Count no wait from here on: the time that follows is not spent on data."""
         self._ended = None
 
     def on_save_checkpoint(self, *_: Any) -> None:
-        """What comes now is no wait for data."""
+        """Count no wait from here on: the time that follows is not spent on data."""
         self._ended = None
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -1,4 +1,4 @@
-"""What a strategy tells about itself."""
+"""The numbers that a strategy tells about itself."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _telemetry(trainer: pl.Trainer) -> dict[str, float]:
 
 
 def telemetry_of(trainer: pl.Trainer) -> list[tuple[str, str, float]]:
-    """What the strategy tells of this process now: name, statistic (``value``, ``mean``, ``p99``, ``max``), number."""
+    """The strategy's numbers of this process now: name, statistic (``value``, ``mean``, ``p99``, ``max``), number."""
     telemetry = getattr(trainer.strategy, "telemetry", None)
     values: Mapping[str, float | Histogram] = telemetry() if callable(telemetry) else {}
     numbers: list[tuple[str, str, float]] = []

@@ -273,7 +273,7 @@ def read_stored(path: str | os.PathLike[str] | Version, targets: Mapping[str, St
 
 
 def _rows_to_load(version: Version, prefix: str, rows: StoredRows) -> dict[str, StoredTensor]:
-    """What the saved ids of tables, or the lack of ids where all rows were saved, make of them."""
+    """The tables of a checkpoint, made of the saved ids of each, or of all rows where no ids were saved."""
     saved = version.manifest.tensors
     targets: dict[str, StoredTensor] = {}
     for table in rows.tables:
@@ -299,7 +299,7 @@ def read_extras(path: str | os.PathLike[str], index: int, *, weights_only: bool 
 def read_own(
     path: str | os.PathLike[str], key: str, wanted: Mapping[str, Any], *, expected: int, weights_only: bool = True
 ) -> dict[str, Any] | None:
-    """What a rank added under a key, with these entries in it; ``None`` where none did.
+    """The entry that a rank added under a key, with these entries in it; ``None`` where none did.
 
     Args:
         path: The checkpoint, which may be a single file: nobody adds anything to such.
@@ -392,7 +392,7 @@ def _on_all_ranks(folder: Place, version: Place, step: Callable[[], T]) -> list[
 
 
 def _cause_of(error: BaseException) -> BaseException:
-    """What went wrong on this rank, out of what torch says of all of them."""
+    """The error of this rank, out of what torch says of all of them."""
     if not isinstance(error, CheckpointException):
         return error
     failures = {rank: failure[0] for rank, failure in error.failures.items()}

@@ -1,4 +1,4 @@
-"""What a version of a folder checkpoint holds: its tensors and files, with the sum of every stretch, as JSON.
+"""The description of a folder checkpoint's version: its tensors and files, with the sum of every stretch, as JSON.
 
 torch's own list, ``.metadata``, is a pickle, and to read a pickle is to run it. It is written, for those who read a
 version without this package, and never read here.

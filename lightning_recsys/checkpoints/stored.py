@@ -52,7 +52,7 @@ class StoredTensor:
         return ChunkStorageMetadata(torch.Size(offsets), torch.Size((num_rows, *self.shape[1:])))
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
-        """What this process writes; by this name torch's planner asks its own distributed tensors."""
+        """The tensors that this process writes; by this name torch's planner asks its own distributed tensors."""
         properties = TensorProperties(dtype=self.dtype)
         chunks = [self.chunk(*block) for block in self.blocks()]
         return [

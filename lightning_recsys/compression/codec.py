@@ -1,4 +1,4 @@
-"""What a codec is: a tensor in few contiguous arrays, whose dtypes and sizes follow from the tensor's shape alone."""
+"""The interface of codecs: a tensor in few contiguous arrays, whose dtypes and sizes follow from its shape alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a codec costs in processor time, for plans, which decide whether it pays."""
+"""The processor time of codecs, for plans, which decide whether compression pays."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def _logs(path: Path) -> list[Path]:
 
 
 def file_identities(paths: Iterable[Path]) -> list[Any]:
-    """What tells whether files are those that they were: reading all of them would take as long as preparing them.
+    """The size and time of files, which tell whether they changed: reading them would take as long as preparing them.
 
     A file that is written in place within one tick of the clock has the same time, but another content at its ends; a
     copy that keeps the time is the same file, on another machine too.
@@ -325,7 +325,7 @@ def _has_files(name: str) -> bool:
 
 
 def _matches(pattern: Path) -> list[Path]:
-    """What a pattern matches, without folders that programs leave and what is in them, unless the pattern names such.
+    """The files that match a pattern, without folders that programs leave, unless the pattern names such.
 
     ``*`` and ``**`` ask for what is in a folder, as naming the folder does; a file that matches anything else
     (``*.csv``) is asked for by its name, and stays.

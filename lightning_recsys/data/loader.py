@@ -125,7 +125,7 @@ class BatchSource(Protocol):
         ...
 
     def order(self, request: Request) -> dict[str, int | str | None]:
-        """What the order hangs on beside the seed: a position means the same rows wherever this is the same."""
+        """The key that the order depends on beside the seed: a position means the same rows wherever it is the same."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""What the data modules have in common: loaders over rows, sharded for the trainer they are attached to."""
+"""The base class of data modules: loaders over rows, sharded for the trainer they are attached to."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class Query(NamedTuple):
 
     @property
     def path(self) -> Path:
-        """What the table is called where files are."""
+        """The table's name where others have that of a file."""
         return Path(f"{self.database}:{self.file}?query={quote(self.sql, safe='')}")
 
     def __str__(self) -> str:

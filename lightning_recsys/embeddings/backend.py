@@ -340,7 +340,7 @@ class LocalBackend(TableBackend):
 
 
 class NoTables(TableBackend):
-    """What a process has of a collection of whose tables it has none: it counts the updates."""
+    """The backend of a process that has none of a collection's tables: it counts the updates."""
 
     def __init__(self, whole: LocalBackend) -> None:
         nn.Module.__init__(self)

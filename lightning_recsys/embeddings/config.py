@@ -1,4 +1,4 @@
-"""What an embedding table is, in TorchRec's words."""
+"""The description of an embedding table, in TorchRec's words."""
 
 from __future__ import annotations
 

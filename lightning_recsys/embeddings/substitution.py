@@ -213,7 +213,7 @@ class Substitution:
 
 
 class SubstituteModule(nn.Module):
-    """What stands in the place of a plain embedding module, with its state-dict key ``weight``.
+    """The stand-in for a plain embedding module, with its state-dict key ``weight``.
 
     Args:
         path: Path of the module that is replaced, as ``named_modules`` gives it.
@@ -423,7 +423,7 @@ class SubstituteModule(nn.Module):
         return super().__getattr__(name)
 
     def extra_repr(self) -> str:
-        """As the plain module says it."""
+        """The description that the plain module gives of itself."""
         return f"{self.num_embeddings}, {self.embedding_dim}, served from stores"
 
 

@@ -1,4 +1,4 @@
-"""What an engine that starts the ranks of a job, such as Ray, knows of them and Lightning's own environments do not."""
+"""The knowledge of an engine that starts the ranks of a job, such as Ray, and that Lightning's environments lack."""
 
 from __future__ import annotations
 

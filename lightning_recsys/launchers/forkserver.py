@@ -190,7 +190,7 @@ class ForkserverLauncher(_MultiProcessingLauncher):
 
 
 def _signal_for_workers() -> signal.Signals:
-    """What ends them: they unwind, and write what their loggers hold; one that trains no model dies of SIGTERM."""
+    """The signal that ends workers: they unwind, and write their logs; one that trains no model dies of SIGTERM."""
     return signal.SIGTERM if signal.getsignal(signal.SIGINT) == signal.SIG_IGN else signal.SIGINT
 
 

@@ -43,7 +43,7 @@ class JobPickler(pickle.Pickler):
     """
 
     def reducer_override(self, obj: Any) -> Any:
-        """As ``pickle`` asks: how to make a local function, and then fill it, for it may close over itself.
+        """The answer to ``pickle``: how to make a local function, and then fill it, for it may close over itself.
 
         A parameter's hooks, which torch leaves out, are added to it afterwards, too: they may refer to its model.
         """
@@ -82,7 +82,7 @@ def save_job(job: object, path: Path, *, parts: Mapping[str, object]) -> None:
 
 
 def parts_of(trainer: pl.Trainer | None, function: Callable[..., Any], args: Sequence[Any]) -> dict[str, object]:
-    """What a launch sends, by name; what others refer to comes last."""
+    """The parts of a launch, by name; those that others refer to come last."""
     signature = inspect.signature(function).parameters
     parts = {name: value for name, value in zip(signature, args, strict=False) if value is not None}
     if trainer is not None:
@@ -107,7 +107,7 @@ def _describe(error: Exception, parts: Mapping[str, object]) -> str | None:
 
 
 def _remedy(part: object, inner: object) -> str:
-    """What to do about a part of the job that does not travel for the sake of what is in it."""
+    """The advice about a part of the job that does not travel because of its contents."""
     if any(getattr(x, "_compiler_ctx", None) is not None for x in (part, inner)):
         return COMPILED
     return PARAMETRIZED if isinstance(inner, nn.Module) and is_parametrized(inner) else REMEDY

@@ -205,7 +205,7 @@ def _fork_server() -> Any:
 
 
 def _config() -> dict[str, Any]:
-    """What multiprocessing hands down from process to process."""
+    """The preparation data that multiprocessing hands down from process to process."""
     process: Any = multiprocessing.current_process()
     config: dict[str, Any] = process._config
     return config

@@ -1,4 +1,4 @@
-"""What a run changed in a worker's trainer, on its way back to the trainer that the user holds."""
+"""The changes that a run made in a worker's trainer, on their way back to the trainer that the user holds."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def started_processes() -> Started | None:
 
 
 def _started(option: str, nodes: str, per_node: str, in_all: str) -> Started:
-    """What the variables of these names say."""
+    """The values of the variables of these names."""
     told = {name: os.environ[name] for name in (nodes, per_node, in_all) if name in os.environ}
     variables = ", ".join(f"{name}={value}" for name, value in told.items())
     devices, world_size = int(told.get(per_node, 1)), int(told[in_all])

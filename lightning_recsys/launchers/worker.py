@@ -1,4 +1,4 @@
-"""What runs in a worker process: from its first line to its results or its error."""
+"""The life of a worker process: from its first line to its results or its error."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from lightning_recsys.runtime import ProcessState, configure_worker
 
 @dataclass(frozen=True)
 class Job:
-    """What the workers of a launch are to do, the same for all of them.
+    """The job of a launch's workers, the same for all of them.
 
     Args:
         strategy: The strategy that launches; the trainer's own if there is a trainer.

@@ -16,7 +16,7 @@ from lightning_recsys.models.layers import field_embeddings
 from lightning_recsys.models.layers.sage import Aggregator, SAGELayer
 
 Block = tuple[Tensor, Tensor, Tensor | None]
-"""What a layer takes beside vectors: offsets, neighbours, and the share of each neighbour where they differ."""
+"""The inputs of a layer beside vectors: offsets, neighbours, and the share of each neighbour where they differ."""
 
 NODE_FIELD = "node"
 """The field of the nodes' own numbers, of which a sample has each once."""
@@ -97,7 +97,7 @@ class GraphSAGE(nn.Module):
     def embed(
         self, dense: Tensor, nodes: SparseFeatures, sparse: SparseFeatures, blocks: Sequence[Block]
     ) -> tuple[Tensor, Tensor]:
-        """What the last layer gets of the seeds, ``[S, H]`` (of a single layer, what they begin with), and its output.
+        """The input of the last layer at the seeds, ``[S, H]`` (of a single layer, their own vectors), and its output.
 
         Raises:
             ValueError: as for :meth:`forward`.

@@ -120,7 +120,7 @@ class MonitoringEndpoint:
 
 
 class _Collector:
-    """What the registry asks."""
+    """The metrics that the registry asks for."""
 
     def __init__(self, endpoint: MonitoringEndpoint) -> None:
         self._endpoint = endpoint

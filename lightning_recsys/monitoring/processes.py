@@ -1,4 +1,4 @@
-"""What the processes of a machine have used, as Linux tells it in ``/proc``."""
+"""The resources that the processes of a machine have used, as Linux tells them in ``/proc``."""
 
 from __future__ import annotations
 
@@ -35,5 +35,5 @@ def resident_bytes(pid: int) -> int:
 
 
 def _behind_command(path: Path) -> list[str]:
-    """What stands behind the command, which may have any character: state, parent, and so on."""
+    """The fields behind the command, which may have any character: state, parent, and so on."""
     return path.read_text().rpartition(")")[2].split()

@@ -191,7 +191,7 @@ def apply_and_owe(
     lr: float,
     step: int,
 ) -> None:
-    """As :func:`apply_and_accumulate` for any rule, where nobody else updates a row until its server has the update.
+    """Do as :func:`apply_and_accumulate` for any rule, where nobody else updates a row until its server has the update.
 
     What is owed is then the difference that the rule has made, whatever it does: the server comes to the same row and
     state, but for rounding.

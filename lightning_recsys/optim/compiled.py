@@ -47,7 +47,7 @@ def _adagrad(touched, grads, rows, sums, lr, eps):  # noqa: ANN001, ANN202
 
 @compile_loop
 def sum_of_squares(grads, i):  # noqa: ANN001, ANN201
-    """Of a row of a float32 ``[U, D]``."""
+    """The sum of squares of a row of a float32 ``[U, D]``."""
     squares = np.float32(0)
     for d in range(grads.shape[1]):
         squares += grads[i, d] * grads[i, d]

@@ -1,4 +1,4 @@
-"""What optimizers of torch do to one parameter, as update rules of rows."""
+"""The optimizers of torch for one parameter, as update rules of rows."""
 
 from __future__ import annotations
 

@@ -186,7 +186,7 @@ class Pending:
 
 @dataclass(slots=True)
 class Traffic:
-    """What went over a connection; sizes of arrays, without headers.
+    """The bytes that went over a connection; sizes of arrays, without headers.
 
     Args:
         requests: Requests sent, those sent again included.

@@ -101,7 +101,7 @@ def _why_not_mapped(hello: dict[str, Any]) -> str | None:
 
 
 def client_keys(keys: ClientKeys | JobKeys | Token | Path | str | None) -> ClientKeys | Token | None:
-    """What a client needs of what may be all keys, or a file."""
+    """The keys that a client needs, out of all keys or a file."""
     if isinstance(keys, str | Path):
         return load_client_keys(Path(keys))
     return keys.client if isinstance(keys, JobKeys) else keys

@@ -62,7 +62,7 @@ class Peer:
     unsent: deque[tuple[zmq.MessageTracker, int]] = field(default_factory=deque)
 
     def unsent_bytes(self) -> int:
-        """Of answers that it has not taken; small frames, of which ZeroMQ bounds the number, do not count."""
+        """The bytes of answers that it has not taken; small frames, of which ZeroMQ bounds the number, do not count."""
         while self.unsent and self.unsent[0][0].done:
             self.unsent.popleft()
         return sum(size for _, size in self.unsent)

@@ -1,4 +1,4 @@
-"""What a server does with a request, without a socket: finds the operation, counts pushes once, and always replies.
+"""The handler of requests, without a socket: finds the operation, counts pushes once, and always replies.
 
 An operation that takes long answers with a future, so that the server goes on with other requests meanwhile.
 
@@ -167,7 +167,7 @@ class RequestHandler:
         return frames
 
     def status(self) -> dict[str, Any]:
-        """What a server tells of itself; plain numbers and strings."""
+        """The status of the server: plain numbers and strings."""
         counts = self.counts
         return {
             **self.stores.mapped.status(),

@@ -1,4 +1,4 @@
-"""What makes a push count once: which pushes of each client are applied, and how to undo one that was cut short.
+"""The journal that makes a push count once: which pushes of each client are applied, and how to undo one cut short.
 
 All of it is in files that outlive the process. A push goes through four steps, each a write to mapped memory:
 
@@ -59,7 +59,7 @@ _Copy = tuple[NDArray[Any], NDArray[Any]]  # an array and its place there
 
 @dataclass(frozen=True)
 class Undo:
-    """What a push will touch.
+    """The places that a push will touch.
 
     Args:
         arrays: The arrays of a store, which has the name of its folder.

@@ -174,7 +174,7 @@ class Token:
 
 
 def load_client_keys(path: Path) -> ClientKeys | Token:
-    """What a client needs, from a key file of a job or a server's token.
+    """The keys that a client needs, from a key file of a job or a server's token.
 
     Raises:
         FileNotFoundError: there is no such file.

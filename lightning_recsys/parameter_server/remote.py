@@ -41,7 +41,7 @@ _CHUNKS_IN_FLIGHT = 4
 
 
 class _Remote:
-    """What every store on a server has: requests that name it, and what the server says of its pushes' staleness.
+    """The base class of stores on a server: requests that name the store, and the staleness that the server tells.
 
     Args:
         connection: The connection to the store's server.
@@ -163,7 +163,7 @@ class RemoteEmbeddingStore(_Remote, EmbeddingStore):
         return sparse.batch_size, len(sparse.keys), self.layout.embedding_dim
 
     def _gradients(self, gradients: Tensor) -> list[Tensor]:
-        """As they travel, in memory of their own."""
+        """The gradients in the form in which they travel, in memory of their own."""
         encoded = self._codec.encode(_ready(gradients))
         return [_own(x) if x.data_ptr() == gradients.data_ptr() else x for x in encoded]
 
@@ -196,7 +196,7 @@ class RemoteEmbeddingStore(_Remote, EmbeddingStore):
         self.flush()
 
     def _pieces(self, rows: Rows) -> Iterator[tuple[Arguments, Sequence[Tensor]]]:
-        """What names rows in requests, a piece in each; in one, where there are none."""
+        """The numbers or ids that name rows in requests, a piece in each; in one, where there are none."""
         if not isinstance(rows, slice):
             yield from (({}, [_ready(piece)]) for piece in torch.split(rows, self._piece_rows))
             return
@@ -397,7 +397,7 @@ def _given(tensor: Tensor | None) -> list[Tensor]:
 
 
 def _ready(tensor: Tensor) -> Tensor:
-    """As it goes over the wire, without a copy where it is so already."""
+    """The array in the form in which it travels, without a copy where it is so already."""
     if tensor.is_cpu and tensor.is_contiguous() and not tensor.requires_grad:
         return tensor
     return tensor.detach().cpu().contiguous()

@@ -1,4 +1,4 @@
-"""What both ends of a connection do with their sockets: how many there can be, when they end, how a machine talks."""
+"""The settings of sockets at both ends of a connection: how many there can be, when they end, how a machine talks."""
 
 from __future__ import annotations
 

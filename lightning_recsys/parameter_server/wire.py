@@ -1,4 +1,4 @@
-"""What travels between client and server: a msgpack header of plain types, then raw arrays. Nothing is unpickled.
+"""The messages between client and server: a msgpack header of plain types, then raw arrays. Nothing is unpickled.
 
 A message is the frames ``[header, array, array, ...]``. Headers are lists, so that every field has its place:
 
@@ -67,7 +67,7 @@ class MessageError(ValueError):
 
 @dataclass(frozen=True)
 class Limits:
-    """What a message may take of the receiver, at most.
+    """The limits of a message: how much of the receiver it may take.
 
     Args:
         header_bytes: Size of the header, which describes every array.
@@ -183,7 +183,7 @@ def decode_request(frames: Sequence[Frame], limits: Limits) -> Request:
 
 
 def _sender(header: list[Any]) -> Request:
-    """What says whose request it is and which, checked; the rest is to be filled in."""
+    """The checked part of a header that says whose request it is and which; the rest is to be filled in."""
     _check_version(header, "client")
     if len(header) != 8:
         raise MessageError(f"a request has 8 fields, got {len(header)}")

@@ -169,7 +169,7 @@ class SplitLayer(nn.Module):
         return piece
 
     def __getattr__(self, name: str) -> Any:
-        """What a model asks its layer, besides the weights, which the pieces have."""
+        """The settings that a model reads of its layer, besides the weights, which the pieces have."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -179,7 +179,7 @@ class SplitLayer(nn.Module):
             return getattr(whole, name)
 
     def forward(self, *inputs: Tensor) -> Tensor:
-        """As the whole layer, to the rounding of another order of summation."""
+        """Compute as the whole layer does, to the rounding of another order of summation."""
         if self.by == "output":
             return _side_by_side(self.bounds, *[piece(*inputs) for piece in self.pieces])
         (x_BI,) = inputs

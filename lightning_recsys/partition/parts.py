@@ -83,7 +83,7 @@ class PartitionedModel:
         self._results = results
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the model returns for these arguments."""
+        """The model's result for these arguments."""
         bound = self._signature.bind(*args, **kwargs)
         bound.apply_defaults()
         values: dict[str, Any] = dict(zip(self._arguments, bound.arguments.values(), strict=True))

@@ -21,7 +21,7 @@ from lightning_recsys.partition.tracer import named_arguments
 
 @dataclass(frozen=True, eq=False)
 class Sampled:
-    """What a sample batch made of each call.
+    """The calls that a sample batch made.
 
     Args:
         values: The result of each call, and the arguments.
@@ -159,5 +159,5 @@ def _counter() -> FlopCounterMode:
 
 
 def _onednn_flops(input_shape: torch.Size, weight_shape: torch.Size, *_: Any, **__: Any) -> int:
-    """Of ``input [B, I]`` and ``weight [O, I]``."""
+    """The operations of a linear layer for ``input [B, I]`` and ``weight [O, I]``."""
     return 2 * input_shape[0] * input_shape[1] * weight_shape[0]

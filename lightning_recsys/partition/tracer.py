@@ -48,7 +48,7 @@ class LooksIntoArgumentError(fx.proxy.TraceError):
 
 @dataclass(frozen=True, eq=False)
 class Recorded:
-    """What one pass through a model's ``forward`` did.
+    """The record of one pass through a model's ``forward``.
 
     Args:
         graph: Its calls. A tensor that was made without gradients has none in the graph either.
@@ -87,7 +87,7 @@ class Tracer(fx.Tracer):
         self._autocast = _autocast()
 
     def record(self, model: nn.Module) -> Recorded:
-        """What a pass through the model's ``forward`` does; the model keeps its attributes.
+        """The trace of a pass through the model's ``forward``; the model keeps its attributes.
 
         Raises:
             LostByTracingError: the forward changes attributes, or computes under ``torch.autocast``.
@@ -192,13 +192,13 @@ class Tracer(fx.Tracer):
 
 
 def _container(node: fx.Node) -> fx.Node:
-    """What a forward iterates over: a value, or one whose keys, values or items it has asked for."""
+    """The thing that a forward iterates over: a value, or one whose keys, values or items it has asked for."""
     asks = node.op == "call_method" and node.target in ("keys", "values", "items")
     return node.all_input_nodes[0] if asks else node
 
 
 def kind_of(value: Any) -> object:
-    """What :class:`Tracer` takes of an argument as it is: calls of the same kind can be made by one graph.
+    """The signature of an argument for :class:`Tracer`: calls of the same kind can be made by one graph.
 
     >>> kind_of({"x": torch.ones(2), "mask": None}) == kind_of({"x": torch.ones(3), "mask": None})
     True

@@ -1,4 +1,4 @@
-"""What goes where: ranks to trainers and nodes, tables to embedding servers, chunks of a vector to sync servers."""
+"""The choice of what goes where: ranks to trainers and nodes, tables and chunks of vectors to servers."""
 
 from lightning_recsys.placement.bin_packing import (
     PlacementMethod,

@@ -269,7 +269,7 @@ def _part(table: TableCost, stripe: int, num_stripes: int, cost: float, share: f
 
 
 class _Free:
-    """What is left of the servers' room while parts are placed.
+    """The room that servers have left while parts are placed.
 
     Args:
         rooms: Room of each server; ``None`` if there is enough.

@@ -1,4 +1,4 @@
-"""What a training step sends: parameter servers, mesh, all-reduce and distributed equivalent substitution (DES)."""
+"""The traffic of a training step: parameter servers, mesh, all-reduce and distributed equivalent substitution (DES)."""
 
 # Symbols: N processes, B examples of the batch, u distinct features in it, D embedding dim, F fields, H outputs.
 
@@ -37,7 +37,7 @@ class Network:
 
 @dataclass(frozen=True)
 class CommunicationCost:
-    """What one process sends in a step, as often as it must wait for a message before it can send the next.
+    """The bytes of one process in a step, and how often it must wait for a message before it can send the next.
 
     Args:
         sent_bytes: Bytes sent by a process; as many arrive, so that a full-duplex link carries both at once.
@@ -112,7 +112,7 @@ def mesh(layers: Sequence[RichLayer], *, num_processes: int, num_distinct: int) 
 
 
 def parameter_servers(layers: Sequence[RichLayer], *, num_distinct: int) -> CommunicationCost:
-    """As :func:`mesh` with all weights on servers of their own, so that every weight travels."""
+    """The cost of :func:`mesh` with all weights on servers of their own, so that every weight travels."""
     _check(num_distinct=num_distinct)
     floats = sum(num_distinct * layer.row_floats + layer.block_floats for layer in layers)
     keys = num_distinct * len(layers)
@@ -150,7 +150,7 @@ def row_exchange(
     num_distinct_of_all: int,
     state_floats: int = 0,
 ) -> CommunicationCost:
-    r"""What our own stores need where a mesh needs ``u`` rows once: processes in step fetch and train rows every step.
+    r"""The cost of our own stores where a mesh needs ``u`` rows once: processes in step fetch and train rows each step.
 
     .. math::
         \tfrac{N-1}{N} \big(u + \tfrac{v}{N}\big) \big(8 + 4 (D + S)\big)

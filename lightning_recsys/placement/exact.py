@@ -19,7 +19,7 @@ _Terms = dict[int, float]
 
 @dataclass(frozen=True)
 class ExactSolution:
-    """What the solver found.
+    """The solution that the solver found.
 
     Args:
         devices: The device of each operator, by its name.
@@ -120,7 +120,7 @@ class _Program:
             self._row(dict.fromkeys(on, -1.0), -1.0)
 
     def _cross(self) -> None:
-        """What is sent: a value to a server that reads it and has not made it; and away from one that has."""
+        """Add the values that are sent: to a server that reads one and has not made it; and away from one that has."""
         for value in self.graph.values:
             for server in self.servers:
                 into = self._variable("in", value.name, server)

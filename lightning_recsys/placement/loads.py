@@ -1,4 +1,4 @@
-"""What a plan asks of each device of a group."""
+"""The load that a plan puts on each device of a group."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_recsys.placement.plan import levels
 
 @dataclass(frozen=True)
 class DeviceLoad:
-    """What one device does while every net of its group makes one step.
+    """The load of one device while every net of its group makes one step.
 
     Args:
         device: ``trainer`` for each of the trainers, or a group server.
@@ -35,7 +35,7 @@ class DeviceLoad:
 
     @property
     def memory_share(self) -> float:
-        """Of its memory, how much it needs; above 1 it has too little."""
+        """The share of its memory that it needs; above 1 it has too little."""
         return self.memory_bytes / self.available_bytes
 
     def cpu_busy(self) -> float:
@@ -65,7 +65,7 @@ class PartTraffic:
 
 
 class RequestCost(NamedTuple):
-    """What one request of a part costs: of a forward pass, or of a backward pass.
+    """The cost of one request to a part: of a forward pass, or of a backward pass.
 
     Args:
         sent_bytes: Bytes from the trainer to the server, as they travel.
@@ -82,7 +82,7 @@ class RequestCost(NamedTuple):
 
 @dataclass
 class _Load:
-    """Of one step of one net."""
+    """The load of one step of one net."""
 
     cpu: float = 0.0
     sent: float = 0.0
@@ -108,7 +108,7 @@ class LoadModel:
         self.device_names = [TRAINER, *map(server_name, range(machines.num_servers))]
 
     def traffic(self, devices: Mapping[str, str]) -> dict[tuple[str, int], PartTraffic]:
-        """What each part on a server receives and sends in a net's step, by its device and level."""
+        """The bytes that each part on a server receives and sends in a net's step, by its device and level."""
         level_of = levels(self.graph, devices)
         part_of = {name: (devices[name], level) for name, level in level_of.items()}
         found = {part: PartTraffic() for part in part_of.values() if part[0] != TRAINER}
@@ -126,7 +126,7 @@ class LoadModel:
         return found
 
     def loads(self, devices: Mapping[str, str]) -> dict[str, DeviceLoad]:
-        """Of the trainer, then of each group server."""
+        """The loads of the trainer, then of each group server."""
         group = self.machines
         of_net = {device: _Load() for device in self.device_names}
         states = dict.fromkeys(self.device_names, 0)
@@ -169,7 +169,7 @@ class LoadModel:
         return [[seconds for (_, level), seconds in found.items() if level == number] for number in sorted(numbers)]
 
     def request(self, part: PartTraffic, *, backward: bool) -> RequestCost:
-        """What a trainer asks of a part in one of the two passes."""
+        """The cost of a trainer's request to a part in one of the two passes."""
         group = self.machines
         coding = group.gradients if backward else group.activations
         there, back = (part.output_grads, part.input_grads) if backward else (part.inputs, part.outputs)

@@ -31,14 +31,14 @@ class Processor:
             raise ValueError(f"a processor needs positive speeds, got {self}.")
 
     def forward_seconds(self, operator: Operator) -> float:
-        """Of an operator's forward pass: measured, or else the longer of arithmetic and memory."""
+        """The seconds of an operator's forward pass: measured, or else the longer of arithmetic and memory."""
         if operator.forward_seconds is not None:
             return operator.forward_seconds
         touched = operator.activation_bytes + operator.weight_bytes
         return self._seconds(operator, operator.forward_flops, touched)
 
     def backward_seconds(self, operator: Operator) -> float:
-        """Of its backward pass, with the update of its parameters."""
+        """The seconds of its backward pass, with the update of its parameters."""
         if operator.backward_seconds is not None:
             return operator.backward_seconds
         if not operator.backward_flops:
@@ -54,7 +54,7 @@ class Processor:
 
 @dataclass(frozen=True)
 class Coding:
-    """What compression makes of tensors that travel one way.
+    """The effect of compression on tensors that travel one way.
 
     Args:
         ratio: Bytes that travel for each byte of the tensor.

@@ -68,7 +68,7 @@ def read_plan(path: Path) -> dict[str, str]:
 
 
 def read_measured(path: Path) -> dict[str, float]:
-    """What the run that wrote a plan had measured of its machines; nothing where the file does not tell.
+    """The measurements of the run that wrote a plan; none where the file does not tell.
 
     Raises:
         FileNotFoundError: there is no such file.

@@ -203,7 +203,7 @@ def refine(
 
 
 def score(model: LoadModel, devices: Mapping[str, str]) -> Score:
-    """What is to be small, first things first: lacking memory, busy times from the longest down, bytes that travel."""
+    """The score of a plan, first things first: lacking memory, busy times from the longest down, bytes that travel."""
     loads = model.loads(devices)
     lacking = sum(max(0.0, load.memory_share - 1) for load in loads.values())
     busy = sorted((round(x, 12) for x in model.busy_seconds(loads).values()), reverse=True)
@@ -293,7 +293,7 @@ def check_memory(model: LoadModel, devices: Mapping[str, str]) -> None:
 
 
 def _check_pins(graph: OperatorGraph, machines: GroupMachines, pinned: Mapping[str, str]) -> None:
-    """As :meth:`OperatorPlan.check` does for a whole plan: the others are where anything may be."""
+    """Check some operators as :meth:`OperatorPlan.check` does a whole plan: the others are where anything may be."""
     others = {
         operator.name: TRAINER if operator.trainer_only or not operator.owns_parameters else server_name(0)
         for operator in graph.operators

@@ -71,7 +71,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Forecast:
-    """What one strategy will do with one layout.
+    """The forecast of one strategy with one layout.
 
     Args:
         method: The strategy.
@@ -115,7 +115,7 @@ class Forecast:
 
 @dataclass(frozen=True)
 class _Demand:
-    """What a worker's step asks for with so many workers: seconds of processors, and bytes."""
+    """The demands of a worker's step with so many workers: seconds of processors, and bytes."""
 
     worker_seconds: float
     server_seconds: float
@@ -139,7 +139,7 @@ def forecast(
     alone: StepCost | None = None,
     gflops: float = 1.0,
 ) -> Forecast:
-    """What a strategy gives on a layout.
+    """The forecast of a strategy on a layout.
 
     Free workers are a closed queueing network: each computes, and stands in line at the servers' ports and processors,
     over which rows are striped, so that one line stands for all of them. Workers in step come to the servers at once:
@@ -226,17 +226,17 @@ class _Step:
 
     @property
     def out_bytes(self) -> float:
-        """What leaves a machine with workers while every worker makes a step."""
+        """The bytes that leave a machine with workers while every worker makes a step."""
         return self.layout.workers * (self.sent + self.peers) + self._of_servers_beside * self.received
 
     @property
     def in_bytes(self) -> float:
-        """What comes to it."""
+        """The bytes that come to it."""
         return self.layout.workers * (self.received + self.peers) + self._of_servers_beside * self.sent
 
     @property
     def server_bytes(self) -> tuple[float, float]:
-        """What a machine with nothing but servers sends and receives meanwhile."""
+        """The bytes that a machine with nothing but servers sends and receives meanwhile."""
         if self.server_port is None:
             return 0.0, 0.0
         share = self.layout.num_workers / self.layout.num_servers
@@ -260,7 +260,7 @@ class _Step:
         return found
 
     def limit(self, busy: Mapping[str, float], seconds: float) -> str:
-        """What is busy, or where nothing is full because one follows the other, what a worker's step is spent on."""
+        """The resource that is busiest, or where nothing is full, that on which a worker's step spends most."""
         passing = self.sent + self.received + self.layout.workers * self.peers
         spent = {TRAINER_CORES: self.compute, TRAINER_PORT: passing / self.port.bandwidth}
         weight = {name: max(share, spent.get(name, 0.0) / seconds) for name, share in busy.items()}
@@ -298,7 +298,7 @@ class _Step:
 
 
 def _step_on(need: _Demand, layout: Layout, machines: Machines, gflops: float) -> _Step:
-    """What a worker's demands are on these machines."""
+    """The demands of a worker on these machines."""
     workers, kind = layout.num_workers, machines.kinds[layout.trainers]
     server = machines.kinds[layout.servers] if layout.servers else kind
     port = machines.port(layout.trainers, layout.num_machines)

@@ -92,7 +92,7 @@ class Machines:
             raise ValueError(f"oversubscription must be a finite number of at least 1, got {self.oversubscription:g}.")
 
     def port(self, kind: str, number: int) -> Network:
-        """What one of ``number`` machines has of the network, each of which talks to all others evenly.
+        """The network of one of ``number`` machines, each of which talks to all others evenly.
 
         Of a machine's bytes the share that leaves its rack passes the rack's way out, which its machines have together.
         """

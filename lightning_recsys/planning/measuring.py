@@ -1,4 +1,4 @@
-"""What a step of a strategy asks of processors, network and memory: measured by short runs on this machine.
+"""The costs of a strategy's step to processors, network and memory: measured by short runs on this machine.
 
 Each strategy trains for some seconds with one or two workers. Where it has servers, they are started as for another
 machine: over TCP on the loopback interface, with keys, so that requests and encryption are part of what is measured.
@@ -52,7 +52,7 @@ while os.getppid() == parent:
 
 @dataclass(frozen=True)
 class StepCost:
-    """What one worker's step asks for, as a mean over the measured steps.
+    """The costs of one worker's step, as a mean over the measured steps.
 
     Args:
         workers: Workers that trained side by side.
@@ -90,7 +90,7 @@ class StepCost:
     empty_server_bytes: float = 0.0
 
     def to_dict(self) -> dict[str, float]:
-        """As plain numbers, for a file."""
+        """The costs as plain numbers, for a file."""
         return asdict(self)
 
 
@@ -319,7 +319,7 @@ def _group_bytes(strategy: Any) -> int:
 
 
 def _tcp_bytes() -> int:
-    """What this process's open TCP connections have sent."""
+    """The bytes that this process's open TCP connections have sent."""
     sent = 0
     for link in Path("/proc/self/fd").iterdir():
         with suppress(OSError):

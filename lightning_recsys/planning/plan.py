@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Measured:
-    """What the strategies' steps cost on this machine.
+    """The costs of the strategies' steps on this machine.
 
     Args:
         costs: By strategy and number of workers.
@@ -38,7 +38,7 @@ class Measured:
     gflops: float
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain values, for a file."""
+        """The measurement as plain values, for a file."""
         costs = {name: {str(n): each.to_dict() for n, each in by.items()} for name, by in self.costs.items()}
         return {"costs": costs, "refusals": dict(self.refusals), "gflops": self.gflops}
 
@@ -96,7 +96,7 @@ class Plan:
         return [titles, *rows]
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain values."""
+        """The plan as plain values."""
         return {
             "metric": self.metric,
             "refused": dict(self.refused),
@@ -344,7 +344,7 @@ def keep(measured: Measured, path: Path) -> None:
 
 
 def kept(path: Path) -> Measured | None:
-    """What :func:`keep` wrote; ``None`` where there is nothing that this version reads."""
+    """The measurement that :func:`keep` wrote; ``None`` where there is nothing that this version reads."""
     try:
         return Measured.from_dict(json.loads(path.read_text()))
     except (FileNotFoundError, ValueError, KeyError, TypeError):

@@ -29,7 +29,7 @@ def float32_gflops(seconds: float = 0.5) -> float:
 
 
 def describe(seconds: float = 1.0) -> dict[str, float]:
-    """What this machine has, and does in a second with one thread.
+    """The parts of this machine, and the work of one of its threads in a second.
 
     Args:
         seconds: Of each of the five measurements.

@@ -19,7 +19,7 @@ from lightning_recsys.strategies.common.base import RecsysStrategy
 
 
 class Worker:
-    """What a training function of :func:`fit` gets, in each worker.
+    """The argument of a training function of :func:`fit`, in each worker.
 
     Args:
         strategy: The strategy that the workers train by.
@@ -51,7 +51,7 @@ class Worker:
 
     @property
     def checkpoint(self) -> str | None:
-        """What to go on from: ``trainer.fit(..., ckpt_path=worker.checkpoint)``; ``None`` at the first start."""
+        """The checkpoint to go on from, as ``trainer.fit(..., ckpt_path=worker.checkpoint)``; ``None`` at the start."""
         return last_checkpoint()
 
 
@@ -107,7 +107,7 @@ def fit(
 
 
 def _listed(given: Any) -> list[Any]:
-    """What ``Trainer`` takes alone or in a list, as a list."""
+    """The argument of ``Trainer``, which takes one alone or in a list, as a list."""
     if given is None:
         return []
     return list(given) if isinstance(given, list | tuple) else [given]

@@ -89,7 +89,7 @@ class HeldRows(ABC):
         return batch
 
     def lookup_frozen(self, sparse: SparseFeatures) -> CachedTicket:
-        """As :meth:`lookup`, where no gradient will follow."""
+        """Look up as :meth:`lookup` does, where no gradient will follow."""
         batch = self._begin(sparse.to("cpu"), trained=False)
         self._await(batch)
         return batch

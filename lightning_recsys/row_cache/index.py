@@ -141,7 +141,7 @@ def _plan(keys_N, table, slots, slot_keys, lists, free, numbers, step, bound, fo
 
 @compile_loop
 def _plan_announced(start, ahead, table, slots, slot_keys, lists, free, numbers, step, bound, found):  # noqa: ANN001, ANN202
-    """As :func:`_plan` for the oldest announced batch, which the window forgets; its distinct keys are known."""
+    """Plan as :func:`_plan` for the oldest announced batch, which the window forgets; its distinct keys are known."""
     occurrences, keys, last_of, chains, counts = ahead
     slots_N, distinct_N, keys_U, slots_U, new_U = found
     ring, last = occurrences.shape[0] - 1, slots_U.shape[0] - 1

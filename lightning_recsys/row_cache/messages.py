@@ -88,7 +88,7 @@ class RowPlaces:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What one store will say.
+    """The message that one store will send.
 
     Args:
         wait: Waits for the answer and returns it.
@@ -223,7 +223,7 @@ class RowMessages:
 
 
 def _of_rows(arrays: Mapping[str, Tensor], which: Integers | slice, rows: Integers) -> dict[str, Tensor]:
-    """Of all pushed rows those of one store; nothing where it has none of them."""
+    """The rows of one store among all pushed ones; nothing where it has none of them."""
     return {name: values[which] for name, values in arrays.items() if len(rows)}
 
 

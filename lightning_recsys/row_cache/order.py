@@ -132,7 +132,7 @@ def add(slots, lists, slot, count, bound):  # noqa: ANN001, ANN201
 
 @compile_inline
 def add_last(slots, lists, slot, count):  # noqa: ANN001, ANN201
-    """As :func:`add` for a count that no slot exceeds yet."""
+    """Count as :func:`add` does where no slot exceeds the count yet."""
     slots[slot, COUNT] = count
     highest = lists[_RING, LOWER]
     if highest == _RING or lists[highest, OF_COUNT] != count:

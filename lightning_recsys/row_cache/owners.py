@@ -59,7 +59,7 @@ class RowGradients:
 
 @dataclass(frozen=True)
 class Owned:
-    """What a worker is to train.
+    """The rows that a worker is to train.
 
     Attributes:
         rows: For each part the positions in its keys of the rows that are this worker's, int64; ``None`` where no

@@ -1,4 +1,4 @@
-"""What a cache does with stores that this process maps: the exchanges of its messages, at once and in place."""
+"""The exchanges of a cache with stores that this process maps: those of its messages, at once and in place."""
 
 # Shape suffixes: U distinct rows of a batch, K rows, C copies, R rows of a store, W width of their state.
 
@@ -107,7 +107,7 @@ class RowsInPlace(HeldRows):
         return self._copies_of[1]
 
     def _checked(self) -> list[tuple[Arrays, NDArray[np.int32]]]:
-        """What the loops take of each store, none of which was removed.
+        """The arrays that the loops take of each store, none of which was removed.
 
         Raises:
             StoreReplacedError: one was. What is written to its memory from then on is nobody else's.

@@ -249,7 +249,7 @@ class UpcomingBatches:
         return count
 
     def arrays(self) -> tuple[NDArray[np.int32], Integers, KeyTable, NDArray[np.int32], Integers]:
-        """As the loops take them."""
+        """The window as the loops take it."""
         return self.occurrences, self.keys, self.last_of, self.chains, self.counts
 
     def release(self) -> None:
@@ -293,7 +293,7 @@ class UpcomingBatches:
 
 
 class AnnouncedFeatures:
-    """What the announced batches look up, by which a batch is recognised when it comes."""
+    """The ids of the announced batches, by which a batch is recognised when it comes."""
 
     def __init__(self) -> None:
         self._batches: deque[tuple[SparseFeatures, int]] = deque()  # in the order in which they are expected

@@ -64,7 +64,7 @@ class RequestEncoder(ABC):
 
     @abstractmethod
     def to_files(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """What is plain, and what are tensors; :func:`encoder_from` takes both."""
+        """The plain values, and the tensors; :func:`encoder_from` takes both."""
 
 
 def _in_seconds(feature: _Timed, *, is_time: bool) -> _Timed:
@@ -184,7 +184,7 @@ class SchemaEncoder(RequestEncoder):
         return array
 
     def _separator(self, column: str) -> str | None:
-        """What stands between the values of a column of bags; ``None`` of any other."""
+        """The separator between the values of a column of bags; ``None`` of any other."""
         for source in self._columns[column]:
             if isinstance(source.by, MultiValued) and source.by.ngrams is None:
                 return source.by.separator
@@ -226,7 +226,7 @@ class SchemaEncoder(RequestEncoder):
 
     @classmethod
     def from_files(cls, plain: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> SchemaEncoder:
-        """What :meth:`to_files` came from."""
+        """The inverse of :meth:`to_files`."""
         given = yaml.safe_load(plain["schema"])  # of an earlier version it may have marks that are none any more
         schema = Schema.from_dict({key: value for key, value in given.items() if key not in _NO_TOP})
         vocabularies = {
@@ -327,7 +327,7 @@ class IdEncoder(RequestEncoder):
 
     @classmethod
     def from_files(cls, plain: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> IdEncoder:
-        """What :meth:`to_files` came from."""
+        """The inverse of :meth:`to_files`."""
         return cls({str(name): int(count) for name, count in plain["features"].items()}, int(plain["num_dense"]))
 
 

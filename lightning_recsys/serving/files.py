@@ -176,7 +176,7 @@ class VersionFolder:
         return f"{_VERSIONS}/{version}/{name}"
 
     def name(self, version: int) -> str:
-        """What errors call a version."""
+        """The name of a version in errors."""
         return f"{self.url}/{_VERSIONS}/{version}"
 
     @network_errors()

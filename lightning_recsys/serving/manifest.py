@@ -1,4 +1,4 @@
-"""What a published version holds, as JSON that is checked field by field before anything else is read.
+"""The manifest of a published version, as JSON that is checked field by field before anything else is read.
 
 .. code-block:: text
 
@@ -247,7 +247,7 @@ def current_to_json(link: Link) -> bytes:
 
 
 def current_from_json(data: bytes) -> Link:
-    """What :func:`current_to_json` wrote.
+    """The inverse of :func:`current_to_json`.
 
     Raises:
         ValueError: the text is something else.

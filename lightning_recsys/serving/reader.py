@@ -204,7 +204,7 @@ class ModelReader:
         return self._refresh()
 
     def _refresh(self, found: Callable[[], None] = lambda: None) -> bool:
-        """As :meth:`refresh`; ``found`` is called before a version is opened."""
+        """Do as :meth:`refresh`; ``found`` is called before a version is opened."""
         with self._swapping:
             for attempt in range(_ATTEMPTS):
                 current = self._pinned or self.folder.counting()

@@ -31,7 +31,7 @@ _Encoded = tuple[PublishedModel, Tensor, SparseFeatures]
 _LONGEST_TEMPORARY = 75
 """Characters of a temporary folder: a socket's name has 107 at most, and multiprocessing appends 32 to it."""
 _HANGING_SECONDS = 30.0
-"""What a look at a source may take, beside the time between two looks; a slow network is no source that hangs."""
+"""The time that a look at a source may take, beside the time between two looks: a slow network does not hang."""
 _BACKLOG = 2048
 """Connections that wait to be accepted, as many as uvicorn lets."""
 
@@ -290,7 +290,7 @@ def make_server(
 
 
 def _add_routes(app: FastAPI, folder: Path, *, stale_after: int, stale_seconds: float) -> None:
-    """What is asked about the server, from what its workers note in a folder.
+    """Add the routes that tell of the server, from what its workers note in a folder.
 
     Args:
         app: The server's application.
@@ -337,7 +337,7 @@ def _add_routes(app: FastAPI, folder: Path, *, stale_after: int, stale_seconds: 
 
 
 def _noted(path: Path) -> dict[str, Any]:
-    """What a worker has noted; a look that neither failed nor opens a version has left nothing but the file's time."""
+    """The note of a worker; a look that neither failed nor opens a version has left nothing but the file's time."""
     noted: dict[str, Any] = {"failures": 0, "error": None, "opening": False, "seen": path.stat().st_mtime}
     noted |= json.loads(path.read_text())
     return noted

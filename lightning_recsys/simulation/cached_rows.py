@@ -32,7 +32,7 @@ _NOT_COUNTED = np.empty(0, dtype=np.int32)
 
 @dataclass(frozen=True)
 class Message:
-    """What one exchange moves.
+    """The bytes that one exchange moves.
 
     Args:
         sent: Bytes from a worker to the servers.
@@ -71,7 +71,7 @@ class ServerRows(MappedEmbeddingStore):
 
 @dataclass(frozen=True)
 class CachedGradient:
-    """What one worker's batch will do to its copies of the rows of one collection.
+    """The effect of one worker's batch on its copies of the rows of one collection.
 
     Args:
         rows: The cached rows of the collection.
@@ -165,7 +165,7 @@ class CachedRows(StoreBackend):
             cache.flush()
 
     def take_messages(self) -> list[Message]:
-        """What has moved since the last call."""
+        """The messages since the last call."""
         messages, self.store.messages = self.store.messages, []
         return messages
 

@@ -42,13 +42,13 @@ class _FailedError(Exception):
 
 
 class Learner(Protocol):
-    """What a cluster asks of a replica, as :class:`~lightning_recsys.simulation.replica.Replica` has it."""
+    """The interface of a replica to a cluster; :class:`~lightning_recsys.simulation.replica.Replica` has it."""
 
     flat: Tensor
     dense_bytes: int
 
     def gradient(self, batch: Batch) -> Gradient:
-        """What a worker would push that reads all parameters now."""
+        """The gradient that a worker would push if it read all parameters now."""
         ...
 
     def apply(self, gradient: Gradient, normalization: StalenessNormalization | None) -> tuple[int, list[Any]]:
@@ -178,7 +178,7 @@ class VirtualCluster:
 
     @property
     def num_workers(self) -> int:
-        """Of all replicas."""
+        """The workers of all replicas."""
         return self.num_replicas * self.workers_each
 
     def num_updates(self, num_batches: int) -> int:
@@ -361,7 +361,7 @@ class _Run:
         return gradient
 
     def _between(self, number: int, slowness: float, schedule: RoundSchedule | None) -> Process:
-        """What a worker does from a push to the next pull."""
+        """The worker's way from a push to the next pull."""
         if wait := self.cluster.workers.elsewhere.draw(self.random) * slowness:
             yield wait
         yield from self._synchronize(number, schedule)
@@ -435,7 +435,7 @@ class _Run:
                 )
 
     def _synchronize(self, number: int, schedule: RoundSchedule | None) -> Process:
-        """What a worker does for it after a step, in the foreground."""
+        """The worker's part in it after a step, in the foreground."""
         if schedule is None or not schedule.is_due_after_step(self.clock.now):
             return
         if self.rounds[number].algorithm.topology is Topology.CENTRAL:

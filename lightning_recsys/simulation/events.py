@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator
 from itertools import count
 
 Process = Generator["float | Signal", None, None]
-"""What takes part in a simulation: a generator that yields how long it waits, in seconds, or a signal to wait for."""
+"""The type of a simulation's actors: generators that yield seconds to wait, or a signal to wait for."""
 
 
 class Signal:

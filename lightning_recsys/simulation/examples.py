@@ -1,4 +1,4 @@
-"""What a virtual cluster trains on and is judged by: batches of a loader, and metrics on the first of another."""
+"""The examples that a virtual cluster trains on and is judged by: batches of a loader, metrics on another's first."""
 
 from __future__ import annotations
 

@@ -142,7 +142,7 @@ class GroupAtWork:
         self._servers = [_Machine(clock, group.server_cores) for _ in range(group.num_servers)]
 
     def step(self, trainer: int, slowness: float) -> Process:
-        """What a net of a trainer does between its pull and its push.
+        """The work of a trainer's net between its pull and its push.
 
         Args:
             trainer: The trainer's number in the group.

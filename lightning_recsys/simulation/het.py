@@ -371,7 +371,7 @@ class _Run:
 
 
 def _mean(gradients: Sequence[Gradient]) -> list[Tensor | None]:
-    """Of each dense parameter; a worker whose batch did not need it counts as 0."""
+    """The mean of each dense parameter's gradients; a worker whose batch did not need it counts as 0."""
     means: list[Tensor | None] = []
     for parts in zip(*(gradient.dense for gradient in gradients), strict=True):
         there = [part for part in parts if part is not None]

@@ -153,7 +153,7 @@ def _share(width: int, pieces: int, index: int) -> int:
 
 
 def legs_of(graph: OperatorGraph, machines: GroupMachines, devices: Mapping[str, str]) -> list[Leg | tuple[Leg, ...]]:
-    """What one net does in a step: forward through the parts in their order, then backward through them.
+    """The step of one net: forward through the parts in their order, then backward through them.
 
     The seconds of each device are those that :class:`~lightning_recsys.placement.loads.LoadModel` counts for it: here
     they are put in an order. A trainer encodes all requests of a level, sends them at once, and decodes all answers.

@@ -26,7 +26,7 @@ _LINE = 16  # floats of a cache line, at which tensors start as torch's own do: 
 
 @dataclass(frozen=True)
 class Gradient:
-    """What a worker has computed of a batch, and has not pushed yet.
+    """The gradient of a batch that a worker has computed and not pushed yet.
 
     Args:
         batch: The batch.
@@ -47,7 +47,7 @@ class Gradient:
 
     @property
     def row_bytes(self) -> int:
-        """What reading its rows moves, and pushing them again."""
+        """The bytes that reading its rows moves, and pushing them again."""
         return sum(rows.num_bytes for rows in self.rows)
 
 
@@ -86,7 +86,7 @@ class Replica:
         self._free: list[list[Tensor]] = []  # memory of applied gradients
 
     def gradient(self, batch: Batch) -> Gradient:
-        """What a worker would push that reads all parameters now."""
+        """The gradient that a worker would push if it read all parameters now."""
         output: Any = self.module.training_step(batch, self.version)
         output["loss"].backward()
         for collection in self._collections:

@@ -1,4 +1,4 @@
-"""What comes out of a simulation: curves, histograms, traffic, how busy everybody was."""
+"""The results of a simulation: curves, histograms, traffic, how busy everybody was."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ _ID_BYTES = _VERSION_BYTES = 8
 
 
 class KeptGradient(Protocol):
-    """What one batch will do to the rows of one collection."""
+    """The effect of one batch on the rows of one collection."""
 
     @property
     def rows(self) -> Any:
@@ -32,7 +32,7 @@ class KeptGradient(Protocol):
 
     @property
     def num_bytes(self) -> int:
-        """What reading its rows moved, and training them will move."""
+        """The bytes that reading its rows moved, and training them will move."""
         ...
 
     def push(self, normalization: StalenessNormalization | None, *, lr: float) -> NDArray[np.int32]:
@@ -51,7 +51,7 @@ class KeepsGradients(Protocol):
 
 @dataclass(frozen=True)
 class RowGradient:
-    """What one batch will do to the rows of one collection.
+    """The effect of one batch on the rows of one collection.
 
     Args:
         rows: The rows of the collection.
@@ -71,7 +71,7 @@ class RowGradient:
 
     @property
     def num_bytes(self) -> int:
-        """What reading the distinct rows moves, and training them again: number, version, and as many floats."""
+        """The bytes of reading the distinct rows, and of training them again: number, version, and as many floats."""
         row_bytes = _ID_BYTES + _VERSION_BYTES + self.grad_BFD.element_size() * self.grad_BFD.shape[2]
         return row_bytes * int(np.count_nonzero(self.first_N))
 

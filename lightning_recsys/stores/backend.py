@@ -51,7 +51,7 @@ class _Striped:
 
 
 class _Share:
-    """What one server has of a collection: from the collection's features to the server's, and back."""
+    """The share of one server in a collection: from the collection's features to the server's, and back."""
 
     def __init__(self, layout: TableLayout, store: EmbeddingStore, parts: Sequence[TablePart]) -> None:
         self.store = store

@@ -36,7 +36,7 @@ def check_features(sparse: SparseFeatures, sizes_F: Tensor) -> None:
 
 
 def check_values(name: str, values: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """What is written to an array has its shape and its dtype."""
+    """Check that a value written to an array has its shape and its dtype."""
     if values.shape != shape or values.dtype != dtype:
         got = f"{values.dtype} of shape {list(values.shape)}"
         raise ValueError(f"{name!r} takes {dtype} of shape {list(shape)}, got {got}.")

@@ -172,7 +172,7 @@ class MappedDenseStore(DenseStore):
     def train(
         self, gradient: Tensor, *, lr: float, versions: Tensor | None, trained: Tensor | None, step: int | None
     ) -> tuple[int, Tensor]:
-        """As :meth:`push_gradient`.
+        """Do as :meth:`push_gradient`.
 
         Returns:
             The number of the push, and how often each staleness occurred among the parts, int64 ``[K, 2]``.

@@ -1,4 +1,4 @@
-"""What a worker that keeps copies of rows says to a store in one message: updates, rows it lacks, clocks to compare.
+"""The message of a worker that keeps copies of rows to a store: updates, rows it lacks, clocks to compare.
 
 Every row of a store has a clock, an int32 that starts at 0 and counts the updates that the row has seen
 (:mod:`lightning_recsys.sync.clocks`). Only exchanges move it: gradients that a store applies itself leave it alone.

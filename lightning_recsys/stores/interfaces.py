@@ -1,4 +1,4 @@
-"""What a store offers, whether it is mapped into this process or lies behind a server."""
+"""The interfaces of stores, whether they are mapped into this process or lie behind a server."""
 
 # Shape suffixes: B batch, F features, D embedding dim, U distinct rows of a request, R rows of a store.
 

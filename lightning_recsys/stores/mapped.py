@@ -190,7 +190,7 @@ class MappedStores(Stores):
         return sum(path.stat().st_size for path in (self.folder / name).glob("[!.]*") if path.name != META)
 
     def _stored(self) -> dict[str, dict[str, Any]]:
-        """What every store's JSON says, by name."""
+        """The entries that every store's JSON has, by name."""
         found = {}
         for path in sorted(self.folder.glob(f"*/{META}")):
             if not path.parent.name.startswith("."):  # one that is being made

@@ -176,7 +176,7 @@ class MappedArrays:
 
 
 def read_meta(folder: Path) -> dict[str, Any]:
-    """What is kept beside the arrays of a folder.
+    """The plain values that are kept beside the arrays of a folder.
 
     Raises:
         FileNotFoundError: there is no such folder.
@@ -267,7 +267,7 @@ def check_name(name: str) -> str:
 
 
 def total_bytes(shapes: Shapes) -> int:
-    """What the arrays need in all."""
+    """The bytes that the arrays need in all."""
     return sum(math.prod(shape) * _ITEM_BYTES[dtype] for dtype, shape in shapes.values())
 
 

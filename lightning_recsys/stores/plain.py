@@ -142,7 +142,7 @@ def layout_from_plain(value: object) -> TableLayout:
 def rows_to_plain(
     layout: TableLayout, optimizer: RowOptimizer, normalization: StalenessNormalization | None
 ) -> dict[str, Any]:
-    """What makes a store of rows: its tables, its rule, and what stale gradients count."""
+    """The description of a store of rows: its tables, its rule, and the weight of stale gradients."""
     return {
         "tables": layout_to_plain(layout),
         "optimizer": optimizer_to_plain(optimizer),

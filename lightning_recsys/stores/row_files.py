@@ -1,4 +1,4 @@
-"""What the two stores of embedding rows in files share: their tables, rule and versions, and the counting of pushes."""
+"""The base of the two stores of embedding rows in files: tables, rule and versions, and the counting of pushes."""
 
 # Shape suffixes: B batch, F features, D embedding dim, N ids of the batch, U distinct rows of a request.
 
@@ -46,7 +46,7 @@ def row_arrays(
 
 
 def row_bytes(layout: TableLayout, optimizer: RowOptimizer, normalization: StalenessNormalization | None) -> int:
-    """What a row takes in a store's files, with its state, clock and tags."""
+    """The bytes of a row in a store's files, with its state, clock and tags."""
     return total_bytes(row_arrays(1, layout, optimizer, normalization))
 
 
@@ -100,7 +100,7 @@ class RowFiles(EmbeddingStore):
     def _train_places(
         self, places: NDArray[np.int64], grads_UD: NDArray[np.float32], versions: Tensor | None, *, lr: float
     ) -> Tensor | None:
-        """As :meth:`_train_bags`, of distinct rows by their places, with the gradients of each.
+        """Train distinct rows by their places, with the gradients of each, as :meth:`_train_bags` does.
 
         Of versioned rows each gradient is multiplied by what its staleness leaves of it.
         """

@@ -30,7 +30,7 @@ class _Place:
     start: int
 
     def blocks(self, ids: Rows, size: int) -> Iterator[tuple[Rows, Rows]]:
-        """Of those ids whose rows are here so many at a time: their positions among all, and their rows."""
+        """The positions among all ids, and the rows, of those ids that are here, so many at a time."""
         stripe, step = self.part.stripe, self.part.num_stripes
         if isinstance(ids, slice):
             low = max(-(-(ids.start - stripe) // step), 0)  # the first row of the stripe from `ids.start` on
@@ -75,7 +75,7 @@ class StoredTables:
             self._places += [_Place(store, part, start) for part, start in zip(parts, starts, strict=False)]
 
     def read(self, table: str, name: str, ids: Rows) -> Tensor:
-        """What some rows of a table have, by its name (:meth:`EmbeddingStore.read_rows`): a copy, ``[U, ...]``.
+        """The values of some rows of a table, by its name (:meth:`EmbeddingStore.read_rows`): a copy, ``[U, ...]``.
 
         Args:
             table: Name of the table.
@@ -104,7 +104,7 @@ class StoredTables:
                     yield place.store, positions, rows
 
     def outside(self, table: str, ids_U: Tensor) -> str | None:
-        """What is wrong where ids are beyond a table, whose rows would be those of the next one."""
+        """The complaint about ids beyond a table, whose rows would be those of the next one."""
         inside = are_below(ids_U, torch.tensor(as_int64(self.tables[table])))
         if bool(inside.all()):
             return None

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Part:
-    """What a strategy holds one of, and calls: on all ranks, unless a method says otherwise.
+    """The base class of a strategy's parts, which are called on all ranks, unless a method says otherwise.
 
     The object owns whatever a run keeps about its subject, and forgets it in :meth:`stop`.
 
@@ -59,14 +59,14 @@ class Part:
         """Training begins."""
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint that is more than weights has of it, by keys of its own; on the first rank.
+        """The part's entries in a checkpoint that is more than weights, by keys of its own; on the first rank.
 
         It may be asked for after :meth:`stop`, where a process saves a checkpoint once its run is over.
         """
         return {}
 
     def own_state(self) -> dict[str, Any]:
-        """What this rank adds to a folder checkpoint, by keys of its own."""
+        """The entries that this rank adds to a folder checkpoint, by keys of its own."""
         return {}
 
     def load_own(self, path: Any, loaded: dict[str, Any], *, weights_only: bool) -> None:
@@ -82,7 +82,7 @@ class Part:
         """Keep for :meth:`begin` what :meth:`state` gave, of the checkpoint that the run goes on from."""
 
     def telemetry(self) -> dict[str, Any]:
-        """What this rank tells of it; must not communicate."""
+        """The part's numbers on this rank; must not communicate."""
         return {}
 
     def stop(self) -> None:
@@ -190,7 +190,7 @@ class DensePart(Part):
 
     @property
     def exchanged_bytes(self) -> int:
-        """What this process has sent for it past its servers' connections, and received as well."""
+        """The bytes that this process has sent for it past its servers' connections, and received as well."""
         return 0
 
     def fill(self, optimizer: Optimizer) -> None:

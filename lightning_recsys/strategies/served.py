@@ -1,4 +1,4 @@
-"""What the strategies have in common that keep embedding rows on servers."""
+"""The base class of strategies that keep embedding rows on servers."""
 
 from __future__ import annotations
 
@@ -232,7 +232,7 @@ class ServedStrategy(RecsysStrategy):
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def checkpoint_extras(self) -> dict[str, Any] | None:
-        """What the parts keep of this rank's share."""
+        """The state that the parts keep of this rank's share."""
         return {**self.dense.own_state(), **self.rows.own_state()} or None
 
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:

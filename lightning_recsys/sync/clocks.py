@@ -24,7 +24,7 @@ MAX_CLOCK = 2**31 - 1
 """Where a clock ends: it stays there, at servers and in workers. See :class:`ClockRule` for such rows."""
 
 NO_BOUND = -1
-"""What compiled functions take for a staleness without bound."""
+"""The number that stands for a staleness without bound in compiled functions."""
 
 
 @compile_loop

@@ -60,7 +60,7 @@ class Membership:
 
     @property
     def number(self) -> int:
-        """Of the meeting that is under way, or comes next."""
+        """The number of the meeting that is under way, or comes next."""
         return 1 if self.last is None else self.last.number + 1
 
     def restore(self, last: Met, lost: Sequence[int]) -> None:

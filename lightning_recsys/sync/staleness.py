@@ -1,4 +1,4 @@
-"""What a gradient still counts when other updates came between the parameters that it was computed at and its own."""
+"""The weight of a gradient when other updates came between the parameters that it was computed at and its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tasks share: whom the optimizer trains, and how metrics are logged."""
+"""The base class of tasks: whom the optimizer trains, and how metrics are logged."""
 
 from __future__ import annotations
 

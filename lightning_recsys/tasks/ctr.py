@@ -18,7 +18,7 @@ from lightning_recsys.tasks.base import Task
 
 
 class StepOutput(TypedDict):
-    """What a step returns: the loss, and the logits ``[B]`` that callbacks judge."""
+    """The result of a step: the loss, and the logits ``[B]`` that callbacks judge."""
 
     loss: Tensor
     logits: Tensor

@@ -20,7 +20,7 @@ LinkLoss = Literal["bpr", "logistic"]
 
 
 class GraphTask(Task):
-    """What tasks on :class:`GraphBatch` share: scores of a batch, a loss, and metrics.
+    """The base class of tasks on :class:`GraphBatch`: scores of a batch, a loss, and metrics.
 
     Args:
         model: ``forward(dense, nodes, sparse, blocks)``, as :class:`~lightning_recsys.models.GraphSAGE`.
@@ -30,11 +30,11 @@ class GraphTask(Task):
     joins_examples = True
 
     def loss(self, scores: Tensor, batch: GraphBatch) -> Tensor:
-        """What training makes small."""
+        """The loss that training makes small."""
         raise NotImplementedError
 
     def vectors(self, batch: GraphBatch) -> Tensor:
-        """What the model makes of the seeds, ``[S, K]`` or ``[S, H]``, float32 under mixed precision too."""
+        """The model's result for the seeds, ``[S, K]`` or ``[S, H]``, float32 under mixed precision too."""
         vectors: Tensor = self.model(batch.dense, batch.nodes, batch.sparse, batch.neighborhood.blocks)
         return vectors.float()
 

@@ -79,7 +79,7 @@ def load_for_prediction(
 
 
 def _fetch(source: Version | Mapping[str, Tensor], key: str, shape: tuple[int, int]) -> Fetch:
-    """What reads rows of a table, from a folder or from the mapped tensors of a file."""
+    """The function that reads rows of a table, from a folder or from the mapped tensors of a file."""
     if isinstance(source, Version):
         saved = SavedRows(source, key)
         _check_shape(key, saved.shape, shape)

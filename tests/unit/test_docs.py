@@ -76,6 +76,13 @@ def test_sentences_when_they_open_then_not_with_a_word_in_place_of_a_noun(page):
     assert stands_in_for_a_noun("\n".join(text_of(page))) == [], "begin with the subject"
 
 
+def test_docstrings_when_they_open_then_with_their_subject():
+    opening = re.compile(r'^\s*r?"""(?:What|Of|As)\b.*', flags=re.MULTILINE)
+    modules = sorted((ROOT / "lightning_recsys").rglob("*.py"))
+    assert len(modules) > 100
+    assert [f"{x.name}: {found.strip()}" for x in modules for found in opening.findall(x.read_text())] == []
+
+
 def test_openings_when_they_stand_for_a_noun_then_found():
     assert stands_in_for_a_noun("Rows move. What is left stays.") == ["What is left stays."]
     assert stands_in_for_a_noun("* Whoever asks waits.") == ["Whoever asks waits."]

@@ -60,7 +60,7 @@ class GraphBatch:
 
 @dataclass(frozen=True)
 class NodeFeatures:
-    """What a batch has of its nodes.
+    """The features of a batch's nodes.
 
     Args:
         node_ids: Whether the feature ``node`` is among them.
@@ -135,7 +135,7 @@ class SampledBatches:
             yield self.rows.take(order[start:stop], key=key)
 
     def order(self, request: Request) -> dict[str, int | str | None]:
-        """What a position hangs on beside the seed."""
+        """The key that a position depends on beside the seed."""
         return {"shuffle": "rows" if self.shuffle else None}
 
 

@@ -33,7 +33,7 @@ _ORIGIN = "origin.json"
 
 
 class GraphDataModule(CTRDataModule):
-    """What data modules of graphs share: sampled batches of the seeds that a subclass names.
+    """The base class of data modules of graphs: sampled batches of the seeds that a subclass names.
 
     Args:
         num_neighbors: Neighbours that a node gets messages of, for each hop; -1 is all of them.
@@ -74,7 +74,7 @@ class GraphDataModule(CTRDataModule):
         """The graph with its nodes, read when it is first asked for."""
 
     def _existing(self) -> Path:
-        """What is read, which must be there."""
+        """The files that are read, which must be there."""
         if not self._path.exists():
             raise FileNotFoundError(
                 f"data.file: there is no file or folder {self._path}. Relative paths start from data.root."
@@ -112,7 +112,7 @@ class GraphDataModule(CTRDataModule):
     @property
     @abstractmethod
     def node_features(self) -> NodeFeatures:
-        """What batches have of the nodes."""
+        """The node features that batches have."""
 
     @property
     @abstractmethod
@@ -249,7 +249,7 @@ class NodeDataModule(GraphDataModule):
         return read_nodes(self._existing(), self._format) if self._given is None else self._given
 
     def _origin(self) -> dict[str, Any]:
-        """What the arrays are made from; no files where they are gone."""
+        """The files that the arrays are made from; none where they are gone."""
         path = self._path.resolve()
         if self._tables is not None:
             with suppress(FileNotFoundError):  # what was read may be gone, once it was written

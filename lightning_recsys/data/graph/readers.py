@@ -20,7 +20,7 @@ from lightning_recsys.data.graph.nodes import UNLABELED, Bags, NodeData
 from lightning_recsys.data.module import Split
 
 WORDS = "words"
-"""What a sparse feature is called that has no name in its file."""
+"""The name of a sparse feature that has none in its file."""
 
 Format = Literal["npz", "planetoid", "reddit", "graphsaint", "ogb"]
 

@@ -256,7 +256,7 @@ class _Written:
 
 
 def _written(given: Mapping[str, Any], path: Path, known: Sequence[str] | None = None, where: str = "") -> _Written:
-    """As the options say; else as the file's beginning looks. With ``known`` columns, the others' features as well."""
+    """The format by the options, else by the file's beginning. With ``known`` columns, the others' features as well."""
     named = any(key in given for key in FORMAT_KEYS)
     features: Mapping[str, Any] = {}
     table = None if named else sniff(path, _LOOK).table

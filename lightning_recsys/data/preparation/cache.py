@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Entry:
-    """What the cache knows about an entry.
+    """The cache's record of an entry.
 
     Args:
         key: Names the entry in the cache; see :meth:`RowCache.look_up`.

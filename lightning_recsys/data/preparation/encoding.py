@@ -1,4 +1,4 @@
-"""What is learned from the training rows of a table: vocabularies, means and deviations."""
+"""The vocabularies, means and deviations that are learned from the training rows of a table."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MISSING_ID = 1
 """Id of a missing value, where there is a vocabulary; it is 0 where values are hashed."""
 
 FORMAT = 2
-"""Of the words in vocabularies: another one where :mod:`lightning_recsys.data.tables.words` calls a value otherwise."""
+"""The version of vocabularies' words; a new one where :mod:`lightning_recsys.data.tables.words` names values anew."""
 
 
 class Encoding:
@@ -58,7 +58,7 @@ class Encoding:
 
     @classmethod
     def load(cls, schema: Schema, root: Path, manifest: Manifest) -> Encoding:
-        """What a preparation has learned."""
+        """The results of a preparation: vocabularies and statistics."""
         files = {
             name: root / "vocabulary" / vocabulary_file(feature_name(name))
             for name, feature in embedded(schema).items()
@@ -143,7 +143,7 @@ class Encoding:
 
     @classmethod
     def from_state_dict(cls, schema: Schema, state: Mapping[str, Any]) -> Encoding:
-        """What :meth:`state_dict` came from; one of an earlier version has no format.
+        """The inverse of :meth:`state_dict`; a state of an earlier version has no format.
 
         Raises:
             ValueError: it was learned for other columns, or for these in another order, or by a later version.

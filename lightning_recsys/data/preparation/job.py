@@ -157,7 +157,7 @@ class Preparation:
             yield
 
     def _once(self, name: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """What an earlier run has written down under a name; else it is made and written down now."""
+        """The value that an earlier run has written down under a name; else it is made and written down now."""
         path = self._work / f"{name}.json"
         if not path.is_file():
             write_atomically(path, json.dumps(make()))

@@ -25,7 +25,7 @@ _NO_BUCKET = np.iinfo(np.int64).min
 
 @dataclass(frozen=True)
 class Learned:
-    """What was learned from the training rows.
+    """The statistics and vocabularies of the training rows.
 
     Args:
         dense: What the rules keep of each dense feature, shape ``[I, K]``.
@@ -46,7 +46,7 @@ class Learned:
 
 
 class ColumnRules(ABC):
-    """What happens to the columns of a raw format.
+    """The interface of rules: how the columns of a raw format become ids and numbers.
 
     Attributes:
         first_id: Id of the first value of a vocabulary.
@@ -62,11 +62,11 @@ class ColumnRules(ABC):
 
     @abstractmethod
     def options(self) -> dict[str, object]:
-        """What the rules were told, for the manifest."""
+        """The settings of the rules, for the manifest."""
 
     @abstractmethod
     def known(self, folder: Path, raw_format: RawFormat) -> Learned | None:
-        """What is known before any row is read; ``None`` where the training rows have to be read once for it.
+        """The statistics that are known before any row is read; ``None`` where the training rows must be read for them.
 
         Vocabularies are written, if there are any that are known.
 
@@ -97,7 +97,7 @@ class ColumnRules(ABC):
 
     @abstractmethod
     def summary(self, rows: RawColumns, raw_format: RawFormat) -> Summary:
-        """What is to be known of the dense features of some training rows, shape ``[I, K]``."""
+        """The statistics of the dense features of some training rows, shape ``[I, K]``."""
 
     @abstractmethod
     def merge(self, a_IK: Summary, b_IK: Summary) -> Summary:

@@ -1,4 +1,4 @@
-"""What a schema says about columns: strings to ids, numbers to features."""
+"""The rules of a schema for its columns: strings to ids, numbers to features."""
 
 # Shape suffixes: N rows, I dense features, K numbers of a summary.
 

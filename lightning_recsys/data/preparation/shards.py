@@ -39,7 +39,7 @@ class Rows:
     bags: Mapping[str, Bags]
 
     def to_table(self, schema: pa.Schema) -> pa.Table:
-        """As an arrow table."""
+        """The shard as an arrow table."""
         columns: list[pa.Array] = [pa.array(self.labels_N), *(pa.array(x_N) for x_N in self.dense_IN)]
         columns += [pa.array(ids_N) for ids_N in self.ids.values()]
         for bags in self.bags.values():

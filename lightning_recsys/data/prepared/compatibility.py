@@ -18,7 +18,7 @@ _COLUMNS = ("dense", "vectors", "categorical", "multi_valued")  # the keys of a 
 
 
 def describe_encoding(root: Path, manifest: Manifest) -> dict[str, Any]:
-    """What decides how raw values became ids and numbers, by a name for messages; for a checkpoint.
+    """The rules by which raw values became ids and numbers, by a name for messages; for a checkpoint.
 
     The rows, the split and how the raw files are written are not in it, so that a folder of other rows can have the
     same encoding.

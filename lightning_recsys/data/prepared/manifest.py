@@ -1,4 +1,4 @@
-"""What a folder of prepared rows holds: ``manifest.json``, written last, so that its presence means completeness."""
+"""The manifest of a folder of prepared rows: ``manifest.json``, written last, so that its presence says it is whole."""
 
 from __future__ import annotations
 

@@ -192,7 +192,7 @@ class PreparedDataModule(PreparedReader):
 
     @cached_property
     def manifest(self) -> Manifest:
-        """What is in the folder."""
+        """The folder's manifest."""
         return Manifest.load(self.root)
 
     @property
@@ -207,7 +207,7 @@ class PreparedDataModule(PreparedReader):
 
     @cached_property
     def _encoding(self) -> dict[str, Any]:
-        """What decides how raw values became the ids and numbers of the folder; read once, for all checkpoints."""
+        """The rules by which raw values became the folder's ids and numbers; read once, for all checkpoints."""
         return describe_encoding(self.root, self.manifest)
 
     def state_dict(self) -> dict[str, Any]:

@@ -67,7 +67,7 @@ class PreparedSource:
         return self.stream(own)
 
     def order(self, request: Request) -> dict[str, int | str | None]:
-        """What the order hangs on beside the seed."""
+        """The key that the order depends on beside the seed."""
         return {"shuffle_window": self.window}
 
 

@@ -329,7 +329,7 @@ def _codes(column: pa.DictionaryArray) -> NDArray[np.int64]:
 
 
 def _finite(numbers: pa.ChunkedArray) -> tuple[Numbers, NDArray[np.bool_]]:
-    """As float64, and which are none or not finite."""
+    """The column as float64, and which of its values are none or not finite."""
     floats: Numbers = pc.cast(numbers, pa.float64(), safe=False).to_numpy()
     return floats, ~np.isfinite(floats)
 

@@ -36,7 +36,7 @@ class BadLine:
     place: str = ""
 
     def describe(self, path: Path) -> str:
-        """What is wrong, and where."""
+        """The complaint about a value, with its place."""
         column = "" if self.column is None else f", column {self.column!r}"
         return f"{path}, {self.place}{column}: {self.message}."
 

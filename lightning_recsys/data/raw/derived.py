@@ -49,7 +49,7 @@ def _number(columns: Mapping[Input, Column], name: str, feature: Dense) -> Colum
 
 
 def _category(columns: Mapping[Input, Column], feature: Categorical, name: str) -> pa.DictionaryArray:
-    """What stands in a column, or a part of the time there."""
+    """The values of a column, or of a part of the time there."""
     (source,) = feature.inputs(name)
     column = columns[source]
     if feature.transform == "none":
@@ -65,7 +65,7 @@ def _category(columns: Mapping[Input, Column], feature: Categorical, name: str) 
 
 
 def _cross(parts: list[pa.DictionaryArray]) -> pa.DictionaryArray:
-    """What the values of some features are together; missing where all of them are.
+    """The values of some features together; missing where all of them are.
 
     True and false are 1 and 0 in it, whichever way they are written.
     """

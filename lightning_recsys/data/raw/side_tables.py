@@ -155,7 +155,7 @@ class SideTables:
 
 
 def ambiguous(use: str, column: str, one: Path, other: Path) -> str:
-    """What is wrong where a column is in two tables."""
+    """The complaint about a column that is in two tables."""
     return (
         f"schema.{use} names column {column!r}, which is in {one} and in {other}: it could be either. Give it "
         "another name in one of them."

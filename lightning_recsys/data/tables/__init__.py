@@ -1,1 +1,1 @@
-"""What anybody's tables mean: schemas, and how their files are written."""
+"""Tables of one's own: schemas, and how their files are written."""

@@ -1,4 +1,4 @@
-"""What one column of an unknown table is, by its own values."""
+"""The kind of one column of an unknown table, guessed from its own values."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Sample:
 
     @cached_property
     def numbers(self) -> NDArray[np.float64]:
-        """What each different value is as a number, in the order of ``counts``; NaN where it is none."""
+        """The number of each different value, in the order of ``counts``; NaN where it is none."""
         words = pa.array(self.counts, pa.string())
         numbers = np.full(len(words), np.nan)
         found = np.asarray(pc.match_substring_regex(words, NUMBER))

@@ -1,4 +1,4 @@
-"""What the words of vocabularies of format 1 are called now, where times, decimals and truths had other names."""
+"""The words of vocabularies of format 1 by today's names: times, decimals and truths had other ones."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ZEROS = r"(\d\d:\d\d:\d\d\.\d{6})0+([+-]\d\d:?\d\d)$"  # of nanoseconds in a zo
 
 
 def present_words(words: pa.StringArray) -> pa.StringArray:
-    r"""What each word of a vocabulary is called now; of a cross, each of its parts.
+    r"""The name of each word of a vocabulary today; of a cross, the names of its parts.
 
     Decimals are told from texts such as prices by all of a vocabulary, whose words then have one number of digits.
 

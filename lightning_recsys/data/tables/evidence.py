@@ -1,4 +1,4 @@
-"""What the rows say about a column: how well it tells the labels of rows that were held out."""
+"""The evidence of rows about a column: how well it tells the labels of rows that were held out."""
 
 # Shape suffixes: N rows, K folds, V values of a column, B bins of them, C columns.
 

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class GuessedFeatures:
-    """What the columns of a table could be as features.
+    """The features that the columns of a table could be.
 
     Args:
         table: How its file is written.

@@ -64,7 +64,7 @@ class Dense:
         )
 
     def inputs(self, name: str) -> tuple[Input, ...]:
-        """What a feature of this name is made from."""
+        """The columns that a feature of this name is made from."""
         column = self.column or name
         if self.age_at is None:
             return (Input(column, "number"),)

@@ -344,7 +344,7 @@ def _find_label(path: Path, samples: dict[str, Sample], label: str | None) -> st
 
 
 def _label_rule(sample: Sample) -> tuple[str | None, str]:
-    """What makes a row positive, and why that is thought."""
+    """The rule that makes a row positive, and the reason for it."""
     counts, total = sample.counts, len(sample.values)
     words = {word.lower() for word in counts}
     if (sample.is_numeric and {float(word) for word in counts} <= {0.0, 1.0}) or words <= {"true", "false"}:

@@ -27,7 +27,7 @@ _RULE = re.compile(r"(>=|<=|==|!=|>|<|not in\b|in\b)\s*(.+)", re.DOTALL)
 
 @dataclass(frozen=True)
 class LabelRule:
-    """What makes a row positive: ``>= 4``, ``== ">50K"``, ``!= none``, ``in [5, 10]``, ``not in [spam, bot]``.
+    """The rule that makes a row positive: ``>= 4``, ``== ">50K"``, ``!= none``, ``in [5, 10]``, ``not in [spam, bot]``.
 
     Numbers are compared as numbers, anything else letter by letter. Without a rule, labels must be 0 and 1, or false
     and true.
@@ -48,7 +48,7 @@ class LabelRule:
 
     @property
     def expected(self) -> str:
-        """What a label has to be for the rule to fit."""
+        """The values that a label must have for the rule to fit."""
         if self.text is None:
             return 'must be 0 or 1, or schema.label needs a rule, such as rule: ">= 4"'
         return f"must be a number, to be compared by the rule {self.text!r}"

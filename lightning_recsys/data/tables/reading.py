@@ -49,7 +49,7 @@ _NO_ROW = 1 << 20  # characters of a line that begins as JSON does, and that is 
 
 @dataclass(frozen=True)
 class Header:
-    """What the beginning of a file says.
+    """The header of a file: how it is written, and its columns.
 
     Args:
         names: Names of all columns in the file; ``a.b`` for the field ``b`` of a structure ``a``.

@@ -1,4 +1,4 @@
-"""What a table of rows means: which files, which columns, what is a click. Written in YAML, one key per fact."""
+"""The description of a table of rows: files, columns, and the rule of a click. Written in YAML, one key per fact."""
 
 from __future__ import annotations
 
@@ -209,7 +209,7 @@ class Schema:
         )
 
     def _check_sources(self) -> None:
-        """What a feature is made from must not give the label away, nor be what is not to be used."""
+        """Refuse features made from the label or from columns that are not to be used."""
         for key in FEATURES:
             for name, feature in getattr(self, key).items():
                 for part, made_from in self.parts(name, feature):

@@ -15,7 +15,7 @@ Kind: TypeAlias = Written | Database
 """The same, and whose query makes a table."""
 
 COMMENT_MARKS = ("#", "%", "//")
-"""What a line at the top of a text file starts with that is a comment; nothing else is a mark."""
+"""The marks of comments at the top of a text file; nothing else is a mark."""
 
 
 def require(condition: bool, message: str) -> None:

@@ -46,7 +46,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Sniffed:
-    """What the beginning of a file tells.
+    """The result of a look at a sample of a file.
 
     Args:
         table: How it is written.

@@ -21,7 +21,7 @@ _SLOW = (4, 8)  # bins that follow a drift and not the hours of a day
 
 @dataclass(frozen=True)
 class _Witness:
-    """What the rows say about a column.
+    """The verdict of the rows on a column.
 
     Args:
         evidence: How often each value comes with each label.
@@ -106,7 +106,7 @@ def _easily_told(
 
 
 def _hear(sample: Sample, held_out: HeldOut) -> _Witness | None:
-    """What the rows say about a column; nothing where it is the same in all that have a label."""
+    """The evidence of rows about a column; none where it is the same in all that have a label."""
     codes, numbers = sample.codes
     if len(np.unique(codes[held_out.places_N])) < 2:
         return None

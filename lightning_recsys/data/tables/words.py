@@ -1,4 +1,4 @@
-"""What a value is called in a vocabulary, whichever type it has: the one function of files and of requests."""
+"""The word for a value in a vocabulary, whichever type it has: the one function of files and of requests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TRUTHS = (("1", "true", "True", "TRUE"), ("0", "false", "False", "FALSE"))
 """How true and false are written: first as they are called here, then as texts may have them."""
 
 BETWEEN = "\x1f"
-"""What a cross has between the words that it is made of."""
+"""The separator of a cross, between the words that it is made of."""
 
 _WHOLE = r"^([+-]?\d+)\.0$"
 _CLOCK = r"^(?:\d{4}-\d\d-\d\d[T ])?\d\d:\d\d:\d\d"
@@ -149,7 +149,7 @@ def float_words(values: pa.ChunkedArray) -> pa.ChunkedArray:
 
 
 def _decimal_words(values: pa.ChunkedArray) -> pa.ChunkedArray:
-    """As the floating-point number, where that has all digits; else with all of them, but for zeros at the end."""
+    """The number in floating point, where that has all digits; else with all of them, but for zeros at the end."""
     written = pc.cast(values, pa.string())
     floats = pc.cast(written, pa.float64())
     short = pc.less(pc.abs(floats), 10.0 ** (_EXACT_DIGITS - values.type.scale))

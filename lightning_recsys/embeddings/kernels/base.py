@@ -1,4 +1,4 @@
-"""What a kernel does: pooled lookup, and one fused update of the rows that a batch touched."""
+"""The interface of kernels: pooled lookup, and one fused update of the rows that a batch touched."""
 
 # Shape suffixes: B batch, F features, D embedding dim, N ids of the batch, R rows of all tables.
 

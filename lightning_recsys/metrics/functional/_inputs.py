@@ -1,4 +1,4 @@
-"""What all metrics of this package do with their inputs."""
+"""The checks that all metrics of this package make of their inputs."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def _normalized_entropy_compute(cross_entropy_sum: Tensor, positive_sum: Tensor,
 
 
 def _one_class_message(positive_sum: Tensor, weight_sum: Tensor) -> str | None:
-    """What to tell the user where normalized entropy is undefined, else ``None``."""
+    """The sentence for the user where normalized entropy is undefined, else ``None``."""
     positives, total = positive_sum.item(), weight_sum.item()
     if 0 < positives < total:
         return None

@@ -1,4 +1,4 @@
-"""What every model asks of a batch."""
+"""The requirements that every model has of a batch."""
 
 from __future__ import annotations
 

@@ -149,7 +149,7 @@ def begin(tower: nn.Module, dense: Tensor, embeddings_BFD: Tensor) -> Callable[[
 
 
 def after_linear(width: int, activation: str, *, dropout: float, normalization: Normalization) -> list[nn.Module]:
-    """What follows the linear part of a hidden layer of the given width.
+    """The modules behind the linear part of a hidden layer of the given width.
 
     Raises:
         ValueError: ``width`` is below 1, the activation or normalisation is unknown, or ``dropout`` is out of range.

@@ -43,7 +43,7 @@ def field_embeddings(
 def optional_embeddings(
     fields: Mapping[str, int], embedding_dim: int, **options: Unpack[EmbeddingOptions]
 ) -> EmbeddingBagCollection | None:
-    """As :func:`field_embeddings`, or ``None`` without any field: the model then has numeric features alone.
+    """The result of :func:`field_embeddings`, or ``None`` without any field: such a model has numeric features alone.
 
     Args:
         fields: Field name -> number of ids; may be empty.

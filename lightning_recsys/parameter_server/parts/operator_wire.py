@@ -13,7 +13,7 @@ from lightning_recsys.compression import Codec, Receiver, Sender, describe, spec
 
 
 def pack(sender: Sender, tensors: Sequence[Tensor | None]) -> tuple[list[Any], list[Tensor]]:
-    """What tensors are, ``None`` for one that is left out, and the arrays that travel, all of them vectors.
+    """The descriptions of tensors, ``None`` for one that is left out, and the arrays that travel, all of them vectors.
 
     Raises:
         TypeError: a tensor has a dtype that does not travel.

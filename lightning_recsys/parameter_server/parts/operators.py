@@ -73,7 +73,7 @@ class _Token:
 
 @dataclass
 class OperatorCounts:
-    """What was computed.
+    """The passes that a server of parts has computed.
 
     Args:
         forwards: Number of forward passes.
@@ -104,7 +104,7 @@ class _Probe(nn.Module):
 
 
 class OperatorRequests:
-    """What a server of parts offers.
+    """The operations of a server of parts.
 
     A token is its net's alone: another one cannot use it. It goes after its backward pass, when its net forgets it (a
     net has :data:`MAX_TOKENS`), with its net's connection, and with age.

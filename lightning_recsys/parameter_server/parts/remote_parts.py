@@ -48,7 +48,7 @@ class RemoteParts:
 
     @property
     def traffic(self) -> CodecTraffic:
-        """What this end has encoded and decoded."""
+        """The bytes that this end has encoded and decoded."""
         total = CodecTraffic()
         senders: list[Sender] = [self._activations, *self._output_gradients.values()]
         for traffic in (*(x.traffic for x in senders), self._outputs.traffic, self._input_gradients.traffic):

@@ -19,7 +19,7 @@ Settings = Mapping[str, Any]
 
 @dataclass(frozen=True, eq=False)
 class Graph:
-    """What a forward pass leaves for its backward pass.
+    """The tensors that a forward pass keeps for its backward pass.
 
     Args:
         inputs: Inputs of the part in that pass.

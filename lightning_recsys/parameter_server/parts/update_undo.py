@@ -1,4 +1,4 @@
-"""What makes an update of a part whole or none, across a kill: its numbers as they were before, in a file."""
+"""The undo record of a part, which makes an update whole or none across a kill: its numbers as they were, in a file."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _HEADER_BYTES = _ALIGNMENT = 64
 
 
 def changed_by(optimizer: Optimizer | None) -> list[Tensor]:
-    """What a step of an optimizer writes to: its parameters, and the tensors of their states."""
+    """The tensors that a step of an optimizer writes to: its parameters, and their states."""
     if optimizer is None:
         return []
     parameters = [x for group in optimizer.param_groups for x in group["params"] if x.requires_grad]

@@ -1,1 +1,1 @@
-"""What a server does with each kind of request: every module here checks some operations and carries them out."""
+"""The operations of a server: every module here checks some kinds of request and carries them out."""

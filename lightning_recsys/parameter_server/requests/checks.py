@@ -78,6 +78,6 @@ def take_array(arrays: list[Tensor], name: str, dtype: torch.dtype, dims: int) -
 def take_plain(
     request: Request, defaults: Mapping[str, object] | None = None, **types: type | tuple[type, ...]
 ) -> tuple[Any, ...]:
-    """As :func:`take_arguments`, of a request that brings no arrays."""
+    """Do as :func:`take_arguments`, of a request that brings no arrays."""
     take_arrays(request)
     return take_arguments(request, defaults, **types)

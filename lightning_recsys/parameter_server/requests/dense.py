@@ -20,7 +20,7 @@ MAX_STEP = 1 << 62  # leaves room to count on
 
 
 class DenseRequests:
-    """What dense stores offer.
+    """The operations of dense stores.
 
     Args:
         stores: The stores of the server.

@@ -15,7 +15,7 @@ from lightning_recsys.parameter_server.wire import Request
 
 
 class DynamicRequests:
-    """What stores with dynamic rows offer besides.
+    """The operations that stores with dynamic rows have besides.
 
     Args:
         stores: The stores of the server.

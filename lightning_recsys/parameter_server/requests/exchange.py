@@ -18,7 +18,7 @@ from lightning_recsys.stores.row_files import CLOCK
 
 
 class ExchangeRequests:
-    """What embedding stores offer to caches.
+    """The operations of embedding stores for caches.
 
     Args:
         stores: The stores of the server.
@@ -60,5 +60,5 @@ class ExchangeRequests:
 
 
 def _answer(served: ServedEmbedding, exchange: RowExchange, codec: Codec) -> tuple[Tensor, ...]:
-    """What is fetched and checked, whether the pushes are made now or were made before."""
+    """The rows that are fetched and checked, whether the pushes are made now or were made before."""
     return tuple(pack_reply(served.store.fetch_and_check(exchange), served.store.row_shapes, codec))

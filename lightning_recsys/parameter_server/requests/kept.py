@@ -17,7 +17,7 @@ _LASTING_ROOM = 1 << 22  # bytes of each file that stay set aside when less is w
 
 
 class KeptBytes:
-    """What was written last, in one of two files whose pages are set aside.
+    """The record that was written last, in one of two files whose pages are set aside.
 
     Writes are numbered from 1, and take turns: those with even numbers go to one file, the others to the other one. So
     a write, in place, touches nothing of the write before it. It goes through three steps:
@@ -52,7 +52,7 @@ class KeptBytes:
         self._number = max(self._read(turn)[0] for turn in range(2))  # of the last write; 0 before the first
 
     def read(self) -> bytes | None:
-        """What was written last; ``None`` before the first write."""
+        """The record that was written last; ``None`` before the first write."""
         return self._read(self._number % 2)[1] if self._number else None
 
     def write(self, *parts: bytes) -> None:

@@ -45,7 +45,7 @@ _REDUCE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 @dataclass
 class _Run:
-    """What a server knows of a run's workers.
+    """The state of a run's workers on a server.
 
     Args:
         membership: Who takes part in the run, and who has died.
@@ -67,7 +67,7 @@ class _Run:
 
 
 class MeetingRequests:
-    """What a server offers to workers that meet at it, and to who watches over them.
+    """The operations of a server for workers that meet at it, and for who watches over them.
 
     Args:
         folder: Where the ends of meetings are kept.
@@ -205,7 +205,7 @@ class MeetingRequests:
         return known
 
     def _read(self, run: str, size: int) -> _Run:
-        """What an earlier server of the folder knew of a run, or a new one."""
+        """The state that an earlier server of the folder had of a run, or a new one."""
         path = self._folder / f"{MEETINGS}{run}"
         kept = KeptBytes(path, what="what workers bring to their meetings")
         kept_leases = KeptBytes(path.with_name(f"{path.name}{LEASES}"), what="what workers lease of the data")
@@ -291,7 +291,7 @@ def _check_way(combine: str) -> None:
 
 
 def _combined(brought: Sequence[Tensor], combine: str) -> Tensor:
-    """What all have brought, one after another or reduced, as uint8."""
+    """The contributions of all, one after another or reduced, as uint8."""
     if not brought:  # the meeting has failed
         return torch.empty(0, dtype=torch.uint8)
     if combine == "all":

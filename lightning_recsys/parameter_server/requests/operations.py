@@ -1,4 +1,4 @@
-"""What the parts of a server offer its handler: operations, by the names that requests call them by."""
+"""The interface between a server's parts and its handler: operations, by the names that requests call them by."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Operations:
 
 
 class Offer(Protocol):
-    """What a server offers besides stores."""
+    """The operations of a server besides those of stores."""
 
     @property
     def operations(self) -> Operations:
@@ -67,7 +67,7 @@ class Offer(Protocol):
         ...
 
     def status(self) -> dict[str, Any]:
-        """What it adds to the server's status; plain numbers and strings."""
+        """The part's share of the server's status: plain numbers and strings."""
         ...
 
     def close(self) -> None:

@@ -26,7 +26,7 @@ _DEFAULTS = {"versioned": False, **_UNCOMPRESSED}
 
 
 class RowRequests:
-    """What every embedding store offers.
+    """The operations of every embedding store.
 
     Args:
         stores: The stores of the server.

@@ -38,7 +38,7 @@ class Served:
         self.store = store
 
     def describe(self) -> dict[str, Any]:
-        """What a client must know, in plain values."""
+        """The description of the store for a client, in plain values."""
         return {"generation": self.generation, **self.store.arrays.meta}
 
     @property
@@ -95,7 +95,7 @@ class ServedDynamic(ServedEmbedding):
     store: HashEmbeddingStore
 
     def undo(self, rows: Tensor, *others: str, counts: Tensor | None = None) -> Undo:
-        """As for other stores, by slots: the rows that the update will make are made here, and need no undoing."""
+        """Do as other stores do, by slots: the rows that the update will make are made here, and need no undoing."""
         slots = self.store.admit(rows.contiguous().numpy(), None if counts is None else counts.numpy())
         return super().undo(torch.from_numpy(slots[slots >= 0]), *others)
 

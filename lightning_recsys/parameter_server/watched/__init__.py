@@ -1,1 +1,1 @@
-"""What a server counts of its requests, and how that is told to Prometheus."""
+"""The counts that a server keeps of its requests, and how they are told to Prometheus."""

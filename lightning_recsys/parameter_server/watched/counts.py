@@ -1,4 +1,4 @@
-"""What a server counts while it works: plain numbers, written by the one thread that serves, read by any other."""
+"""The counts of a server at work: plain numbers, written by the one thread that serves, read by any other."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BUCKET_SECONDS = [2 ** (_FIRST_BITS + bucket) / 1e9 for bucket in range(_NUM_BUC
 
 @dataclass(slots=True)
 class OperationCounts:
-    """What was done of one operation. A request costs additions to these numbers, no lock and no search for a bucket.
+    """The counts of one operation. A request costs additions to these numbers, no lock and no search for a bucket.
 
     Args:
         requests: Requests that were answered, however they ended.
@@ -46,7 +46,7 @@ class OperationCounts:
 
 
 class Counts:
-    """What a server has done since it started.
+    """The work of a server since it started.
 
     Args:
         operations: Names of the operations that it has. Requests for any other, and messages that are no requests,

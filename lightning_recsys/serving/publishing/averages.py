@@ -14,7 +14,7 @@ from lightning_recsys.embeddings import EmbeddingBagCollection
 
 @dataclass(frozen=True)
 class Average:
-    """What is published in place of the weights as they are trained.
+    """The average that is published in place of the weights as they are trained.
 
     Args:
         name: Name of the callback's class.

@@ -33,7 +33,7 @@ Rows = tuple[Tensor | None, Tensor]
 
 
 class TableSnapshot(ABC):
-    """What was published of a table so far.
+    """The published state of a table so far.
 
     Args:
         config: Name, size and width of the table.
@@ -163,7 +163,7 @@ class GrowingTable(TableSnapshot):
 
 
 def snapshot_of(tables: Sequence[EmbeddingBagConfig], collection: EmbeddingBagCollection) -> list[TableSnapshot]:
-    """What was published of a collection's tables: nothing yet.
+    """The snapshot of a collection's tables of which nothing is published yet.
 
     Args:
         tables: All tables of the collection, those included that other processes have.

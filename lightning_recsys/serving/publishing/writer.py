@@ -45,7 +45,7 @@ _SMALL_BYTES = 64 << 20  # of increments: they are opened in a moment, and small
 
 @dataclass(frozen=True)
 class Skeleton:
-    """What all versions of a run have in common.
+    """The part that all versions of a run have in common.
 
     Args:
         program: The dense part's program, a file of :func:`~lightning_recsys.serving.dense.export_apart`.
@@ -329,7 +329,7 @@ class _Files:
             self.write(name, partial(copyfileobj, content))
 
     def write_skeleton(self, skeleton: Skeleton) -> None:
-        """What all versions of a run have in common."""
+        """Write the part that all versions of a run have in common."""
         plain, tensors = skeleton.encoder.to_files()
         self.copy(skeleton.program, PROGRAM)
         self.write(ENCODER, _bytes(json.dumps(plain).encode()))
@@ -390,7 +390,7 @@ class _Files:
 
 
 def _bytes(data: bytes) -> Callable[[IO[bytes]], object]:
-    """What writes them."""
+    """The function that writes these bytes to a file."""
     return lambda file: file.write(data)
 
 

@@ -397,7 +397,7 @@ class HashEmbeddingStore(RowFiles, DynamicEmbeddingStore):
 
 
 def _slot_bytes(layout: TableLayout, optimizer: RowOptimizer, normalization: StalenessNormalization | None) -> int:
-    """Of all files together, for each slot: a row and its key."""
+    """The bytes of a slot in all files together: a row and its key."""
     return row_bytes(layout, optimizer, normalization) + 8
 
 

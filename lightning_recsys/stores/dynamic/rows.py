@@ -1,4 +1,4 @@
-"""What makes rows dynamic: made when they are first trained, and perhaps forgotten again."""
+"""The settings of dynamic rows: made when they are first trained, and perhaps forgotten again."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What stores ask about the folders that their files lie in."""
+"""The folders that stores' files lie in, and their room."""

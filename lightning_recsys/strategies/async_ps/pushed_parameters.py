@@ -25,7 +25,7 @@ STORE = "dense-part"  # no path of a module can be the same
 
 
 class Kept(NamedTuple):
-    """What a checkpoint has of a parameter beside its values and its optimizer's state.
+    """The checkpoint's entry for a parameter beside its values and its optimizer's state.
 
     Args:
         version: Number of updates by all workers.
@@ -179,7 +179,7 @@ class ServedParameters:
             self._optimizer.state[parameter] |= there | {"step": torch.tensor(float(version))}
 
     def kept(self) -> dict[nn.Parameter, Kept]:
-        """What a checkpoint has of each parameter beside the optimizer's state; for the worker that made the store."""
+        """The checkpoint's entries beside the optimizer's state, by parameter; for the worker that made the store."""
         versions = self.store.read(VERSION).tolist()
         changes = self.store.read(CHANGE).tolist() if self._has_changes else [0.0] * len(versions)
         return dict(zip(self.parameters, map(Kept, versions, changes), strict=True))
@@ -353,7 +353,7 @@ class PushedParameters:
             served.pull_state(period)
 
     def kept(self) -> list[Kept]:
-        """What a checkpoint has of each parameter, in the optimizers' order; for the worker that made the stores."""
+        """The checkpoint's entry for each parameter, in the optimizers' order; for the worker that made the stores."""
         found: dict[nn.Parameter, Kept] = {}
         for *_, served in self._served:
             found |= served.kept()

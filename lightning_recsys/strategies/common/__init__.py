@@ -1,1 +1,1 @@
-"""What the strategies share: how their workers start, find their servers, save, and end."""
+"""The common ground of the strategies: how their workers start, find their servers, save, and end."""

@@ -1,4 +1,4 @@
-"""What the strategies of this package share: how their workers start, find their servers and end."""
+"""The base class of this package's strategies: how their workers start, find their servers and end."""
 
 from __future__ import annotations
 

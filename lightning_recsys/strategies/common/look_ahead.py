@@ -23,7 +23,7 @@ from lightning_recsys.embeddings.sparse_features import find
 log = logging.getLogger(f"pytorch_lightning.{__name__}")  # which has a handler in worker processes, too
 
 BYTES_PER_ID = 50
-"""What a cache keeps for each id of an announced batch, about."""
+"""The bytes that a cache keeps for each id of an announced batch, about."""
 
 _HOOKS = ("on_before_batch_transfer", "on_after_batch_transfer")
 _OWN = ("_loader", "_batches")
@@ -66,7 +66,7 @@ class PeekableLoader:
 
     @property
     def waiting_bytes(self) -> int:
-        """What the batches take that were looked at and are still to be handed out."""
+        """The bytes of the batches that were looked at and are still to be handed out."""
         return 0 if self._batches is None else self._batches.waiting_bytes
 
     def peek(self, ahead: int = 0) -> Any:

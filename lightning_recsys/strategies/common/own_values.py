@@ -1,4 +1,4 @@
-"""What workers that run free log: each its own value of a step."""
+"""The logged values of workers that run free: each its own value of a step."""
 
 from __future__ import annotations
 

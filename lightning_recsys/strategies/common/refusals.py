@@ -1,4 +1,4 @@
-"""What no strategy takes: parts of the trainer that would go wrong later, and less clearly."""
+"""The parts of a trainer that no strategy takes, since they would go wrong later, and less clearly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run is called, so that a server that outlives runs knows one from another."""
+"""The name of a run, by which a server that outlives runs knows one from another."""
 
 from __future__ import annotations
 

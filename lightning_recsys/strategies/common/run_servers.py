@@ -33,7 +33,7 @@ log = logging.getLogger(f"pytorch_lightning.{__name__}")  # which has a handler 
 
 
 class RunServers:
-    """What one process of a run knows of its servers. It travels to workers without anything of a run.
+    """The servers of a run, as one process of it knows them. It travels to workers without anything of a run.
 
     Args:
         strategy: The strategy, which has the settings and the endpoints.

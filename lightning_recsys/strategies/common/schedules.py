@@ -1,4 +1,4 @@
-"""What would make workers that run free wait for each other after all, or wait for ever."""
+"""The schedules that would make workers that run free wait for each other after all, or wait for ever."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def refuse_meaningless(strategy: type, settings: Mapping[str, object], why: str)
 def chosen_algorithm(
     strategy: type, algorithm: str | SyncAlgorithm, options: Mapping[str, Any], *, interval: float | None
 ) -> SyncAlgorithm:
-    """What keeps replicas together, and when, as the settings of a strategy say.
+    """The algorithm that keeps replicas together, and its times, as the settings of a strategy say.
 
     Args:
         strategy: The class whose settings they are.

@@ -32,7 +32,7 @@ INSTEAD = "or train it with another strategy: ddp, het, shadowsync"
 
 @dataclass(frozen=True)
 class NewRows:
-    """What becomes of collections that have no rows (``device="meta"``).
+    """The handling of collections that have no rows (``device="meta"``).
 
     Args:
         seed: Seed of the rows' first values; the same on all processes.
@@ -138,7 +138,7 @@ class CutModel:
 
     @property
     def sends(self) -> dict[str, Sends]:
-        """What each layer exchanges in a step, by its path."""
+        """The bytes that each layer exchanges in a step, by its path."""
         return {name: sends for name, layer in self._layers.items() if (sends := layer.sends) is not None}
 
     @property
@@ -151,7 +151,7 @@ class CutModel:
         }
 
     def whole_state(self) -> dict[str, Tensor]:
-        """What this process's state dict lacks: whole parameters, and the steps of all tables. Collective."""
+        """The entries that this process's state dict lacks: whole parameters, the steps of all tables. Collective."""
         state = {name: self._join(part.data, cut) for name, (part, cut) in self.cuts.items()}
         for place, collection in self.collections.items():
             backend = cast(TableBackend, collection.embedding_bags)
@@ -342,7 +342,7 @@ def feature_names(part: nn.Module, name: str = "") -> tuple[str, ...]:
 
 
 def field_costs(parts: Mapping[str, nn.Module], lookups: Mapping[str, float]) -> list[FieldCost]:
-    """What each field asks of its process; fields that share a table are one.
+    """The cost of each field to its process; fields that share a table are one.
 
     Args:
         parts: As :func:`partitionable` found them.

@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_recsys.embeddings import SparseFeatures
 
 Prints = tuple[dict[str, int], dict[str, int]]
-"""Of what every process must have, and of features, of which each may have others; by name."""
+"""The fingerprints of parts that every process must have, and of features, of which each may have others; by name."""
 
 
 class SameInputs:
@@ -112,7 +112,7 @@ def _dense_parts(tensor: Tensor) -> Sequence[Tensor]:
 
 
 def fingerprints(name: str, thing: Any) -> Prints:
-    """Of each part of a batch: tensors, arrays, numbers and strings, in dataclasses, mappings and sequences.
+    """The fingerprints of a batch's parts: tensors, arrays, numbers, strings, in dataclasses, mappings and sequences.
 
     Args:
         name: What the whole is called; parts are called ``name.field`` and ``name['key']``.
@@ -162,7 +162,7 @@ def _walk(name: str, thing: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _of_features(sparse: SparseFeatures) -> Iterator[tuple[str, int]]:
-    """Of each feature's ids, bags and weights, whatever other features lie beside it."""
+    """The fingerprints of each feature's ids, bags and weights, whatever other features lie beside it."""
     if not sparse.keys:
         return
     bounds, lengths = sparse.feature_bounds(), sparse.bag_lengths().view(len(sparse.keys), -1)

@@ -429,7 +429,7 @@ class DESStrategy(RecsysStrategy):
 
 
 def _itself(group: ProcessGroup) -> str:
-    """What ``copy.deepcopy`` makes of a process group: nothing new, as a copy of a model talks to the same ranks.
+    """The result of ``copy.deepcopy`` for a process group: the same one, as a copy of a model talks to the same ranks.
 
     Models hold groups during a run, and callbacks copy themselves or these. Pickling still fails.
     """

@@ -129,7 +129,7 @@ def _interface(part: Part) -> object:
 
 @dataclass(frozen=True, eq=False)
 class Brought:
-    """What a rank has of a model that is on its group servers.
+    """The share of a rank in a model that is on its group servers.
 
     Args:
         partitioned: The model, whose parts on servers are computed there.
@@ -189,7 +189,7 @@ class Bringing:
             return self._bring(sample)
 
     def _owes(self) -> list[str]:
-        """What other ranks wait for from this one."""
+        """The news that other ranks wait for from this one."""
         owed = [f"group-{self._group}"] if self._leads else []
         if self._dense.strategy.is_global_zero:
             owed += ["plan", "meeting", *(f"center-{number}" for number in range(self._dense.servers_per_group))]

@@ -13,7 +13,7 @@ WANTED = "drain"  # a file that is there while somebody wants the group to be dr
 
 @dataclass(frozen=True)
 class GroupState:
-    """What a group server tells of its group.
+    """The status that a group server tells of its group.
 
     Args:
         group: Number of the group.
@@ -44,7 +44,7 @@ class GroupState:
 
     @classmethod
     def read(cls, folder: Path) -> GroupState | None:
-        """What the server of a folder tells; ``None`` where it is no group server with parts."""
+        """The status that the server of a folder tells; ``None`` where it is no group server with parts."""
         try:
             return cls(**json.loads((folder / STATE).read_text()))
         except FileNotFoundError:

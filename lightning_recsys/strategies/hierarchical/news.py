@@ -1,4 +1,4 @@
-"""What ranks tell each other while a model is brought to its group servers, and what they wait for."""
+"""The news that ranks tell each other while a model is brought to its group servers, and what they wait for."""
 
 from __future__ import annotations
 

@@ -162,7 +162,7 @@ def group_machines(
     rooms: Sequence[int | None] = (),
     measured: Mapping[str, float] | None = None,
 ) -> GroupMachines:
-    """What is known of a group's machines: what the settings say, then what was measured, then defaults.
+    """The description of a group's machines: by the settings, then by measurement, then by defaults.
 
     Args:
         settings: How to place operators.

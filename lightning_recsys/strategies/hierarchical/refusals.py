@@ -1,4 +1,4 @@
-"""What cannot be trained in parts on group servers, said before training begins."""
+"""The refusals of models that cannot be trained in parts on group servers, said before training begins."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ def refuse_parametrized(module: nn.Module) -> None:
 
 
 def switches(module: nn.Module) -> dict[str, bool]:
-    """What group servers take of a module once: whether each of its modules is in training mode, and is trained."""
+    """The modes that group servers take of a module once: which of its modules are in training mode, or trained."""
     modes = {f"{name}.training": x.training for name, x in module.named_modules()}
     return modes | {f"{name}.requires_grad": x.requires_grad for name, x in module.named_parameters()}
 

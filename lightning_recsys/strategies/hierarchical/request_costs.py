@@ -1,4 +1,4 @@
-"""What a request to a group server costs on these machines, whatever it carries."""
+"""The cost of a request to a group server on these machines, whatever it carries."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ class NetRun:
         self._calls = 0
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the module that is cut returns."""
+        """The result of the module that is cut."""
         evaluates = not self._cut.training and not (self._trains_as_evaluated and self._task.trainer.training)
         if evaluates and (self._shows or self._brought is None):
             return self._own_forward(*args, **kwargs)

@@ -52,7 +52,7 @@ class Replica:
             self.size += _whole_lines(4 * parameter.numel()) // 4
 
     def values(self) -> Tensor:
-        """What the parameters have, as a vector like :attr:`flat`, wherever the parameters lie."""
+        """The values of the parameters, as a vector like :attr:`flat`, wherever the parameters lie."""
         values = torch.zeros(self.size)
         for _, parameter, start in self._parameters:
             values[start : start + parameter.numel()] = parameter.detach().flatten()
@@ -290,7 +290,7 @@ def optimizer_like(
 
 
 def own_attributes(optimizer: Optimizer) -> dict[str, Any]:
-    """What an optimizer's class keeps in the object, beside what every optimizer has.
+    """The attributes that an optimizer's class keeps in the object, beside those that every optimizer has.
 
     Methods that others have replaced in the object, as schedulers and embedding collections do, are left out.
     """

@@ -56,7 +56,7 @@ class Rounds(ReplicaRounds, ABC):
 
     @abstractmethod
     def _exchange(self, *, leaving: bool) -> tuple[Tensor, int]:
-        """What the algorithm asks for, and how many trainers want to stop; ``leaving`` is this trainer's own vote."""
+        """The tensor that the algorithm asks for, and how many trainers want to stop; ``leaving``: this one's vote."""
 
 
 class CenterRounds(Rounds):

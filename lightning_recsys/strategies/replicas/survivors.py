@@ -96,7 +96,7 @@ class Council:
         return connect_members(places, members.index(self.rank), len(members), host=LOOPBACK, patience=self._timeout)
 
     def _reports(self, expected: Collection[int]) -> list[Report]:
-        """Of all that are expected and live, to rank 0."""
+        """The reports of all that are expected and live, to rank 0."""
         dead: Collection[int] = ()
 
         def are_here(looks: bool) -> bool:

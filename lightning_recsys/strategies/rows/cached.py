@@ -304,7 +304,7 @@ class CachedRows(ServedRows):
                 self._warn_of_short_run(steps - trainer.global_step)
 
     def look_ahead(self, trainer: pl.Trainer, collections: Sequence[EmbeddingBagCollection]) -> LookAhead:
-        """What tells collections of their coming batches, and of those behind the next."""
+        """The object that tells collections of their coming batches, and of those behind the next."""
         window = {"num_batches": self.lookahead_batches, "num_bytes": self.lookahead_bytes}
         return LookAhead(trainer, collections, prefetch=self._prefetches, **window)
 
@@ -404,7 +404,7 @@ def _lag_shares(lags: Tensor) -> dict[str, Any]:
 
 
 def _staleness_in(steps: float, *, num_workers: int) -> int:
-    """What ``staleness="auto"`` is in a run of so many steps a worker; 0, less or infinity where nobody knows.
+    """The value of ``staleness="auto"`` in a run of so many steps a worker; 0, less or infinity where nobody knows.
 
     >>> [_staleness_in(steps, num_workers=2) for steps in (40, 5, 640, 1000, 10**6, -1, float("inf"))]
     [4, 1, 64, 100, 100, 100, 100]

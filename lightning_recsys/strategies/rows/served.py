@@ -280,7 +280,7 @@ class ServedRows(Rows):
             self._ahead = self.look_ahead(self.strategy.task.trainer, far)
 
     def look_ahead(self, trainer: pl.Trainer, collections: Sequence[EmbeddingBagCollection]) -> LookAhead:
-        """What tells collections of their coming batches."""
+        """The object that tells collections of their coming batches."""
         return LookAhead(trainer, collections)
 
     def settle(self) -> None:

@@ -114,7 +114,7 @@ class ServedTables:
                     server.remove(name)
 
     def ignored_groups(self, optimizers: Sequence[Optimizer]) -> list[str]:
-        """What optimizers say of plain modules in parameter groups of their own, and a given rule does otherwise.
+        """The settings of plain modules in optimizers' parameter groups that a given rule does otherwise.
 
         A group speaks of the rows where its learning rate or weight decay differs from that of another group.
 
@@ -285,7 +285,7 @@ def ids_in(collection: EmbeddingBagCollection, samples: Sequence[SparseFeatures]
 
 
 def _resolved(collection: EmbeddingBagCollection, samples: Sequence[SparseFeatures]) -> list[SparseFeatures]:
-    """Of the batches those that have all features of a collection, as it looks them up."""
+    """The batches that have all features of a collection, as it looks them up."""
     return [collection.resolve(x) for x in samples if set(collection.feature_names) <= set(x.keys)]
 
 
@@ -305,7 +305,7 @@ def rooms_of(servers: Sequence[Stores]) -> list[Room] | None:
 
 
 def measure_costs(collection: EmbeddingBagCollection, samples: Sequence[SparseFeatures] = ()) -> dict[str, float]:
-    """What each table costs its server: seconds for lookup and update of a batch.
+    """The cost of each table to its server: seconds for lookup and update of a batch.
 
     Args:
         collection: The collection whose tables are measured.

@@ -377,7 +377,7 @@ class Replicas(DensePart):
         return {CHECKPOINT_KEY: self._saved} if self._saved else {}
 
     def own_state(self) -> dict[str, Any]:
-        """What this rank's trainer has of its own, where it is the trainer's first."""
+        """The state of this rank's trainer that is its own, where it is the trainer's first."""
         if self._saved_trainer is None:
             return {}
         index = self.layout.trainer_of(self.strategy.global_rank)

@@ -202,7 +202,7 @@ class TrainerRun:
         return {"algorithm": type(rounds.algorithm).__name__, "state": state, **center}
 
     def trainer_state(self, optimizers: Sequence[Optimizer]) -> dict[str, Any] | None:
-        """What each trainer has of its own, and its first worker adds to a checkpoint."""
+        """The state that is each trainer's own, and that its first worker adds to a checkpoint."""
         if self.num_trainers == 1 or not self.team.leads:
             return None
         replica = self.team.replica.flat if self._own_weights is None else self._own_weights
@@ -228,7 +228,7 @@ class TrainerRun:
 
     @property
     def exchanged_bytes(self) -> int:
-        """What this process sent to other trainers, and received as well."""
+        """The bytes that this process sent to other trainers, and received as well."""
         return 0 if self.driver is None else self.driver.rounds.exchanged_bytes
 
     def close(self, *, succeeded: bool) -> None:

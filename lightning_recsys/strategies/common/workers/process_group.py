@@ -72,7 +72,7 @@ class MeetingGroup(dist.ProcessGroup):
         self._may_miss = True  # workers that died, in barriers, broadcasts and reductions
 
     def among_the_living(self, together: Callable[[], T]) -> T:
-        """As :func:`among_the_living`, which asks the default group."""
+        """Do as :func:`among_the_living`, which asks the default group."""
         if not self._may_miss:
             return together()
         while True:
@@ -105,7 +105,7 @@ class MeetingGroup(dist.ProcessGroup):
         return len(self._meetings.members)
 
     def getBackendName(self) -> str:
-        """Of torch's backends."""
+        """The name among torch's backends."""
         return BACKEND
 
     def shutdown(self) -> None:

@@ -1,1 +1,1 @@
-"""What becomes of a model that group servers compute: its layers in pieces, its forward pass, and what watches it."""
+"""The form of a model that group servers compute: its layers in pieces, its forward pass, and what watches it."""

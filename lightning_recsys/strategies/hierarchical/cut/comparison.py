@@ -183,7 +183,7 @@ def _bound(note: Callable[..., None], path: str) -> Callable[..., None]:
 
 
 class _Rows:
-    """What lookups find, looked up once: a second pass gets the same rows in the same order.
+    """The results of lookups, looked up once: a second pass gets the same rows in the same order.
 
     Attributes:
         given: The rows of this pass that are trained, by names.

@@ -46,7 +46,7 @@ class Net:
 
     @property
     def traffic(self) -> CodecTraffic:
-        """What this net has encoded and decoded."""
+        """The bytes that this net has encoded and decoded."""
         total = CodecTraffic()
         for server in self.servers.values():
             total.add(server.traffic)
@@ -69,7 +69,7 @@ class Net:
     def backward(
         self, part: Part, token: int, grads: Sequence[Tensor | None]
     ) -> Callable[[], tuple[list[Tensor | None], int]]:
-        """As :meth:`RemoteParts.backward`."""
+        """Do as :meth:`RemoteParts.backward`."""
         settings = [_numbers(self._optimizer.param_groups[number]) for number in self._groups[part.name]]
         return self.servers[part.device].backward(part.name, token, grads, settings=settings)
 
@@ -170,7 +170,7 @@ class CutForward:
         self._module, self._function = module, function
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the module returns."""
+        """The module's result."""
         return self._function(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

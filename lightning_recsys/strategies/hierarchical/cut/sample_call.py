@@ -1,4 +1,4 @@
-"""What a training step calls a module with, found out before training begins."""
+"""The call of a module by a training step, found out before training begins."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a cut model was made of besides its parameters and arguments: it may change in the midst of training."""
+"""The attributes that a cut model was made of besides its parameters and arguments: they may change during training."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _OF_LIGHTNING = frozenset(vars(pl.LightningModule()))
 
 
 class Watch:
-    """What the parts of a model were made of, and whether it is still so.
+    """The attributes that the parts of a model were made of, and whether they are still so.
 
     Args:
         model: The model that was traced.

@@ -1,4 +1,4 @@
-"""What a group server gets when training starts: its parts of the model, and how their numbers lie in its memory."""
+"""The share of a group server when training starts: its parts of the model, and where their numbers lie in memory."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def serve(folder: Path, *, num_nets: int = 1, **options: Any) -> None:
 
 
 class GroupRequests:
-    """What a group server offers besides stores.
+    """The operations of a group server besides those of stores.
 
     Args:
         folder: Folder of the server. Where an earlier server left its parts there, they are served as it left them.
@@ -333,6 +333,6 @@ def _remove(*paths: Path) -> None:
 
 
 def _result_behind(first: Future[object], second: Future[object] | None) -> object:
-    """What a future returns, if there is one, when another has ended, too, in whatever way."""
+    """The result of a future, if there is one, when another has ended, too, in whatever way."""
     wait([first])
     return None if second is None else second.result()
