@@ -69,6 +69,7 @@ def launch(record: RunRecord) -> None:
     if launcher is None:
         train(record.config, record)
     else:
+        take_auto_epochs(record.config)
         check_types(record.config)  # here, and not in each worker and at each of their starts
         build(launcher)(train, record)
 

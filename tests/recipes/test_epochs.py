@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
+import train
 from recipe_helpers import TINY, TINY_DATA, plain, train_here
 from recipe_tools.epochs import take_auto_epochs
 
@@ -39,6 +41,15 @@ def test_epochs_when_auto_then_a_run_s_own_early_stopping_stays_and_a_schedule_o
     cosine = plain(composed("train", "trainer.max_epochs=auto", "optim/scheduler=cosine"))
     with pytest.raises(ValueError, match=r"auto ends a run .*cosine.* has to know its length"):
         take_auto_epochs(cosine)
+
+
+def test_epochs_when_auto_and_an_engine_starts_the_workers_then_they_get_a_number(composed, monkeypatch):
+    pytest.importorskip("ray")
+    record = SimpleNamespace(config=plain(composed("train", "launcher=ray", "trainer.max_epochs=auto")))
+    started = []
+    monkeypatch.setattr(train, "build", lambda node: lambda function, record: started.append(record.config["trainer"]))
+    train.launch(record)
+    assert [trainer["max_epochs"] for trainer in started] == [100]
 
 
 @pytest.mark.slow
