@@ -26,14 +26,13 @@ from lightning_recsys.data.tables.reading import (
     refuse_json,
     separator_of,
 )
-from lightning_recsys.data.tables.record_files import leaf, open_records, thinned
+from lightning_recsys.data.tables.record_files import head_of, leaf, open_records, thinned
 from lightning_recsys.data.tables.schema_parts import COMMENT_MARKS, Kind, TableFormat
 
 _SEPARATORS = ("\t", "::", ",", ";", "|")
 _LAST = (" ",)  # as R writes it; where none of the others fits, because it stands between words, too
 _SAMPLE_BYTES = 32_000_000
 _SAMPLE_ROWS = 200_000
-_HEAD = 8  # the part of a sample that is the file's beginning: an eighth
 _STRETCHES, _STRETCH_BYTES = 1024, 16_384  # at most, and at least, over the rest of a large file
 _STRETCH_LINES = 100  # where a row may take several lines
 _SEPARATOR_ROWS = 50_000  # that tell the separator
@@ -62,7 +61,7 @@ class Sniffed:
 
 
 def sniff(path: Path, num_rows: int = _SAMPLE_ROWS) -> Sniffed:
-    """Look at a sample of a file: the first rows, and seven times as many from all over the rest, which may be sorted.
+    """Look at a sample of a file: the first rows, and a third as many from all over the rest, which may be sorted.
 
     The rest of a compressed file is not read, nor that of a file with typed columns other than Parquet.
 
@@ -119,11 +118,11 @@ def _spread(lines: Sequence[T], count: int, stretch: int) -> list[T]:
     """At most so many lines: the first ones, and stretches of so many lines from all over the rest.
 
     >>> _spread(range(100), 16, 1)
-    [0, 1, 2, 9, 16, 24, 31, 39, 46, 54, 61, 69, 76, 84, 91, 99]
+    [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 41, 70, 99]
     """
     if len(lines) <= count:
         return list(lines)
-    num_stretches = (count - count // _HEAD) // stretch
+    num_stretches = (count - head_of(count)) // stretch
     head = count - num_stretches * stretch
     starts = np.linspace(head, len(lines) - stretch, num_stretches).astype(int)
     return [*lines[:head], *chain.from_iterable(lines[start : start + stretch] for start in starts)]
@@ -196,7 +195,7 @@ def _decode(path: Path) -> tuple[str, str, float]:
             raise ValueError(f"{path}: the file is damaged ({error}).") from error
     is_wide = start[:2] in (b"\xff\xfe", b"\xfe\xff")
     if len(start) == _SAMPLE_BYTES:
-        head = start.rfind(b"\n", 0, len(start) // _HEAD) + 1
+        head = start.rfind(b"\n", 0, head_of(len(start))) + 1
         if head and not is_wide and stored_file(path) == path and path.suffix.lower() not in COMPRESSION:
             start = start[:head] + _stretches(path, first=head - 1, num_bytes=len(start) - head)
             share = len(start) / path.stat().st_size
