@@ -9,7 +9,7 @@ from pytorch_lightning.callbacks import EarlyStopping
 from recipe_tools.build import Config, required
 
 MOST_EPOCHS = 100
-PATIENCE = 2  # epochs in a row without a better validation that end a run, where they are as many steps as this
+PATIENCE = 2  # epochs in a row without a better validation that end a run; as many more as it takes for so many steps
 LEAST_STEPS = 200
 BETTER = 1e-4  # of the monitored metric
 
