@@ -22,8 +22,8 @@ class Query(NamedTuple):
 
     Attributes:
         database: Which program has written the file.
-        file: The database.
-        sql: The query.
+        file: The database's file, its path absolute.
+        sql: One statement that gives rows, in the database's own words.
     """
 
     database: Database

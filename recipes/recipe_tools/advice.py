@@ -12,7 +12,7 @@ from rich.table import Table
 
 from lightning_recsys.data import Schema
 
-FEW_STEPS = 50  # in which hardly anything is learned
+FEW_STEPS = 50  # of which a run with more nearly always learns more
 UNSEEN = 0.9  # share of unknown ids from which on a column tells next to nothing
 SMALLEST_BATCH, USUAL_BATCH = 32, 2048
 
@@ -58,7 +58,7 @@ def advice(record: RunRecord, *, training_rows: int) -> Iterator[str]:
     if steps < FEW_STEPS:
         overrides = " ".join(first_run(training_rows)) or "a larger trainer.max_epochs"
         made = "1 step" if steps == 1 else f"{steps} steps"
-        yield f"The run made {made}, in which hardly anything is learned. Try {overrides}."
+        yield f"The run made {made}, and more of them would teach it more. Try {overrides}."
     if (ne := metrics.get("test/ne", 0)) > 1:
         yield (
             f"The NE is {ne:.4f}: above 1, the share of positives predicts the test rows better than the model. "

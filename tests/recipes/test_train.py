@@ -67,7 +67,7 @@ def test_run_shows_one_progress_bar_and_what_to_try_and_nothing_else(run):
     *rest, steps, ne = done.stdout.splitlines()
     assert len(rest) == 1 + len(LABELS) + 7  # title, two rules and four more rows
     assert steps == (
-        "The run made 10 steps, in which hardly anything is learned. Try data.batch_size=32 trainer.max_epochs=auto."
+        "The run made 10 steps, and more of them would teach it more. Try data.batch_size=32 trainer.max_epochs=auto."
     )
     assert ne.startswith("The NE is 1.")
     assert ne.endswith(

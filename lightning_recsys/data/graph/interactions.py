@@ -104,7 +104,7 @@ class Interactions:
         their own tables have them.
 
         Args:
-            path: The file.
+            path: The table, with a row for each interaction.
             user: Name of the column with the users.
             item: Name of the column with the items.
             weight: Name of the column with the weights, if there is one.

@@ -58,10 +58,10 @@ class NodeTable:
     """The rows of a table of nodes, each with an id of its own.
 
     Args:
-        rows: The rows.
+        rows: All of its columns, as they were read.
         ids: The nodes' ids as words, one for each row.
         own_ids: The same with the type that they have in the table.
-        bags: The sparse features.
+        bags: The sparse features by their names, with the ids of each row.
         dense: The numeric ones, float32 ``[N, C]``; ``None`` where there are none.
         name: What messages call it.
     """

@@ -49,10 +49,10 @@ class TableRows:
 
     Args:
         where: What the table is called in the configuration, for messages.
-        paths: Its files.
+        paths: Its files, in the order in which their rows follow each other.
         starts: How many rows there are before each file.
         rows_N: Number of each row in its file, from 1.
-        columns: What was read.
+        columns: The values of each column that was read, by its name.
         schema: What its features are.
         kinds: The types of the columns of a Parquet file.
     """
@@ -195,7 +195,7 @@ def own_ids(words: pa.StringArray, kind: pa.DataType | None) -> pa.Array:
     """Ids as their table has them: integers, or strings.
 
     Args:
-        words: The ids.
+        words: The ids as they stand in the table, one for each row.
         kind: The type of their column in a Parquet file; ``None`` for text, where whole numbers are integers.
     """
     if kind is None:

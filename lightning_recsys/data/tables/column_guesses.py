@@ -241,7 +241,7 @@ def _guess_bag(sample: Sample, *, separators: Sequence[str] = _LIST_SEPARATORS, 
     """Words that a separator joins, of which there are fewer than of what they make together.
 
     Args:
-        sample: The column.
+        sample: The column's different values, with how often each comes.
         separators: What may join them.
         times: How often each word comes at least, on average.
     """

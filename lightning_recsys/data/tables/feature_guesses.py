@@ -36,10 +36,10 @@ class GuessedFeatures:
 
 
 def guess_features(path: Path, *, known: Collection[str], told: str = "") -> GuessedFeatures:
-    """Guess the features of a table from its first rows, and log them in a line.
+    """Guess the features of a table from a sample of its rows, and log them in a line.
 
     Args:
-        path: Its file.
+        path: The first of the table's files, of any format that a schema reads.
         known: Columns that are no features: ids, labels, times.
         told: What the line calls the table.
 

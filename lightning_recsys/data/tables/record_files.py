@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 from urllib.parse import quote
 
 import numpy as np
@@ -73,14 +73,17 @@ class RecordFile(ABC):
         """
 
     def sample(self, num_rows: int, num_bytes: int) -> Iterator[Records]:
-        """Some batches, of about so many rows, or of fewer where these have more than so many bytes.
+        """Some batches, of so many rows, or of fewer where these have more than so many bytes; of one row at least.
 
-        They are the file's first ones, but for Parquet, where they come from all over it.
+        They are the file's first ones, but for Parquet, where they come from all over it, unless it is in an archive.
         """
-        for records in self.batches(num_rows):
-            yield records
-            num_rows, num_bytes = num_rows - len(records.batch), num_bytes - records.batch.nbytes
-            if num_rows <= 0 or num_bytes <= 0:
+        before = 0.0
+        for first, batch, share in self.batches(num_rows):
+            fitting = min(num_rows, len(batch), max(num_bytes * len(batch) // max(batch.nbytes, 1), int(not first)))
+            piece = batch.slice(0, fitting)
+            yield Records(first, piece, before + (share - before) * fitting / max(len(batch), 1))
+            num_rows, num_bytes, before = num_rows - fitting, num_bytes - piece.nbytes, share
+            if fitting < len(batch) or num_rows <= 0:
                 return
 
     def leaves(self) -> list[Place]:
@@ -118,10 +121,7 @@ def head_of(count: int) -> int:
     return count * 3 // 4
 
 
-T = TypeVar("T", pa.RecordBatch, pa.ChunkedArray)
-
-
-def thinned(rows: T, count: int) -> T:
+def thinned(rows: pa.RecordBatch, count: int) -> pa.RecordBatch:
     """At most so many rows, evenly spaced; the first ones where Arrow takes none of their type, such as views."""
     if len(rows) <= count:
         return rows
@@ -136,7 +136,7 @@ def open_records(path: Path, kind: Kind) -> Iterator[RecordFile]:
     """A file of typed columns, also one in an archive.
 
     Args:
-        path: The file.
+        path: The file, which may be a member of an archive; of a query, its path.
         kind: How it is written: ``parquet``, ``arrow`` or ``orc``; or the database of a query.
 
     Raises:
@@ -188,6 +188,9 @@ class _ParquetFile(RecordFile):
             start = stop
 
     def sample(self, num_rows: int, num_bytes: int) -> Iterator[Records]:
+        if not self._whole:  # all of an archive would be unpacked for its last rows
+            yield from super().sample(num_rows, num_bytes)
+            return
         file, metadata = self._file, self._file.metadata
         lengths = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
         start = next(file.iter_batches(_HEAD_ROWS), None)
@@ -205,12 +208,13 @@ class _ParquetFile(RecordFile):
             if given == head_of(wanted):
                 break
         chosen = sorted({round(x) for x in np.linspace(0, len(lengths) - 1, min(len(lengths), _SAMPLED_GROUPS))})
-        head, share = given, (wanted - given) / sum(lengths[x] for x in chosen)
+        head, due, share = given, float(given), (wanted - given) / sum(lengths[x] for x in chosen)
         for group in chosen:
-            first, of_piece = sum(lengths[:group]), math.ceil(share * lengths[group] / _PIECES)
-            length = max(min(lengths[group], _DECODED_ROWS // len(chosen)) // _PIECES, of_piece)
+            first, of_piece = sum(lengths[:group]), share * lengths[group] / _PIECES
+            length = max(min(lengths[group], _DECODED_ROWS // len(chosen)) // _PIECES, math.ceil(of_piece))
             for batch in islice(file.iter_batches(length, row_groups=[group], use_threads=self._whole), _PIECES):
-                piece = thinned(batch.slice(max(head - first, 0)), of_piece)
+                due += of_piece  # so many rows, of which `given` are whole ones
+                piece = thinned(batch.slice(max(head - first, 0)), int(due) - given)
                 first, given = first + len(batch), given + len(piece)
                 yield Records(given - len(piece), piece, given / metadata.num_rows)
 

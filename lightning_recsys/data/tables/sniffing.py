@@ -26,7 +26,7 @@ from lightning_recsys.data.tables.reading import (
     refuse_json,
     separator_of,
 )
-from lightning_recsys.data.tables.record_files import head_of, leaf, open_records, thinned
+from lightning_recsys.data.tables.record_files import head_of, leaf, open_records
 from lightning_recsys.data.tables.schema_parts import COMMENT_MARKS, Kind, TableFormat
 
 _SEPARATORS = ("\t", "::", ",", ";", "|")
@@ -66,7 +66,7 @@ def sniff(path: Path, num_rows: int = _SAMPLE_ROWS) -> Sniffed:
     The rest of a compressed file is not read, nor that of a file with typed columns other than Parquet.
 
     Args:
-        path: The file.
+        path: The file, of any format; its suffix or its first bytes say which.
         num_rows: How many rows of a text file to look at, at most; fewer where the bytes that are read hold fewer.
 
     Raises:
@@ -301,17 +301,13 @@ def _sample_records(path: Path, kind: Kind) -> Sniffed:
     """Lists become strings joined by a bar, as they might stand in a text file."""
     places = read_header(path, TableFormat()).places
     with open_records(path, kind) as file:
-        parts, num_rows, num_bytes, share = list[pa.RecordBatch](), 0, 0, 1.0
-        for _, batch, done in file.sample(_SAMPLE_ROWS, _SAMPLE_BYTES):
+        parts, num_rows, share = list[pa.RecordBatch](), 0, 1.0
+        for _, batch, done in file.sample(_SAMPLE_ROWS, _SAMPLE_BYTES):  # as of text: long lists are dear in Python
             parts.append(batch)
-            num_rows, num_bytes, share = num_rows + len(batch), num_bytes + batch.nbytes, done
+            num_rows, share = num_rows + len(batch), done
         if not num_rows:
             raise ValueError(f"{path} has no rows.")
-        # Of bytes as many as of text: vectors and long lists are dear as objects of Python.
-        sample = min(_SAMPLE_ROWS, num_rows, max(1, num_rows * _SAMPLE_BYTES // max(num_bytes, 1)))
-        columns = {
-            name: thinned(pa.chunked_array([leaf(x, place) for x in parts]), sample) for name, place in places.items()
-        }
+        columns = {name: pa.chunked_array([leaf(x, place) for x in parts]) for name, place in places.items()}
         return _of_typed(TableFormat(), columns, round(num_rows / share))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import random
+import zipfile
 
 import pyarrow as pa
 import pyarrow.parquet as parquet
@@ -30,8 +31,12 @@ def table(tmp_path):
     def write(kind: str):
         path = tmp_path / f"sorted.{kind}"
         text = "\n".join(["row,words,clicked", *(",".join(map(str, x)) for x in lines)]) + "\n"
-        if kind == "parquet":
-            parquet.write_table(pa.table(columns), path, row_group_size=3000)
+        if kind in ("parquet", "zip"):
+            parquet.write_table(pa.table(columns), path.with_suffix(".parquet"), row_group_size=1000)
+            if kind == "zip":
+                with zipfile.ZipFile(path, "w") as archive:
+                    archive.write(path.with_suffix(".parquet"), "sorted.parquet")
+                path = path / "sorted.parquet"
         elif kind == "jsonl":
             path.write_text("\n".join(json.dumps(dict(zip(columns, x, strict=True))) for x in lines))
         elif kind == "csv.gz":
@@ -69,7 +74,7 @@ def test_sample_when_the_file_is_sorted_by_its_label_then_has_both_and_each_row_
     assert sniffed.num_rows == pytest.approx(ROWS, rel=0.01 if limit == "rows" else 0.25)
 
 
-@pytest.mark.parametrize("kind", ["csv.gz", "wide.csv"])
+@pytest.mark.parametrize("kind", ["csv.gz", "wide.csv", "zip"])
 def test_sample_when_the_file_can_only_be_read_from_its_start_then_has_its_first_rows(table, kind, monkeypatch):
     path = table(kind)
     monkeypatch.setattr(sniffing, "_SAMPLE_BYTES", 60_000)
