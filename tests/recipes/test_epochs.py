@@ -30,6 +30,21 @@ def test_run_when_an_epoch_has_few_steps_then_waits_for_two_hundred(composed, tm
     assert (record.details["epochs"], record.details["steps"]) == (1 + 10, 220)
 
 
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("strategy", ["ddp", "shadowsync", "async_ps"])
+def test_two_workers_when_their_epochs_are_auto_then_both_end_after_the_same_one(run_forked, tmp_path, strategy):
+    small = [*TINY_DATA[:3], *QUIET, "data.batch_size=5", "model=lr", "hydra.run.dir=out"]
+    two = ["strategy.num_trainers=2"] if strategy == "shadowsync" else ["trainer.devices=2"]
+    done = run_forked("train.py", f"strategy={strategy}", *two, *small, "trainer.max_epochs=auto", folder=tmp_path)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr
+    record = json.loads((tmp_path / "out/metrics.json").read_text())
+    assert 2 < record["epochs"] < 100
+    assert record["best_epoch"] <= record["epochs"]
+    examples = 1000 * record["epochs"]
+    assert record["metrics"]["examples"] == examples > 5 * record["steps"]  # of both, and those of the first alone
+
+
 def test_epochs_when_auto_then_a_run_s_own_early_stopping_stays_and_a_schedule_over_the_run_is_refused(composed):
     own = plain(composed("train", "trainer.max_epochs=auto", "callbacks=[default,early_stopping]"))
     before = dict(own["callbacks"])
