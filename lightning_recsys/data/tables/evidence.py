@@ -136,14 +136,14 @@ class ColumnEvidence:
         prior_K1 = self.prior_KV[:, :1]
         constant_K, slope_K = _logit(prior_K1)[:, 0].copy(), np.zeros(_FOLDS)
         for _ in range(_ITERATIONS):
-            p_KV = _sigmoid(constant_K[:, None] + slope_K[:, None] * x_V)
+            p_KV = sigmoid(constant_K[:, None] + slope_K[:, None] * x_V)
             error_KV, curve_KV = positives_KV - rows_KV * p_KV, rows_KV * p_KV * (1 - p_KV)
             g0, g1 = error_KV.sum(1), error_KV @ x_V - slope_K
             h00, h01, h11 = curve_KV.sum(1) + 1e-6, curve_KV @ x_V, curve_KV @ x_V**2 + 1
             determinant = h00 * h11 - h01**2
             constant_K += np.clip((h11 * g0 - h01 * g1) / determinant, -1, 1)
             slope_K += np.clip((h00 * g1 - h01 * g0) / determinant, -1, 1)
-        return self._with_missing(_sigmoid(constant_K[:, None] + slope_K[:, None] * x_V))
+        return self._with_missing(sigmoid(constant_K[:, None] + slope_K[:, None] * x_V))
 
     def if_missing(self) -> Numbers:
         """All that is known of a row is whether it has a value."""
@@ -205,7 +205,7 @@ class ColumnEvidence:
         )
         p_KB = self._rates(rows_KB, positives_KB, _BIN_SMOOTHING, self.prior_KV[:, :1])
         odds = [np.interp(middle_V, middle_B, odds_B) for odds_B in _logit(p_KB)]
-        return self._with_missing(_sigmoid(np.array(odds)))
+        return self._with_missing(sigmoid(np.array(odds)))
 
     @staticmethod
     def _others(counts_KX: Numbers) -> Numbers:
@@ -256,17 +256,28 @@ def auc_together(columns: Sequence[tuple[ColumnEvidence, Numbers]]) -> float:
     return _joint_auc(np.stack([evidence.log_odds(p_KV)[some] for evidence, p_KV in columns], axis=1), labels_N[some])
 
 
-def _joint_auc(x_NC: Numbers, y_N: Numbers) -> float:
-    """AUC of a logistic regression, by Newton's method. A number a column is too few to fit the rows by chance."""
+def fit_together(x_NC: Numbers, y_N: Numbers) -> Numbers:
+    """Log odds by a logistic regression, by Newton's method. A number a column is too few to fit the rows by chance.
+
+    Args:
+        x_NC: Numbers of each row.
+        y_N: Labels, 0 or 1.
+    """
     x_NC = np.hstack([np.ones((len(x_NC), 1)), x_NC])
     weights_C = np.zeros(x_NC.shape[1])
     weights_C[0] = _logit(float(y_N.mean()))
     for _ in range(_ITERATIONS):
-        p_N = _sigmoid(x_NC @ weights_C)
+        p_N = sigmoid(x_NC @ weights_C)
         curve_CC = (x_NC * (p_N * (1 - p_N))[:, None]).T @ x_NC + np.eye(len(weights_C))
         step_C = np.linalg.solve(curve_CC, x_NC.T @ (y_N - p_N) - weights_C)
         weights_C = weights_C + step_C / max(1.0, float(np.abs(step_C).max()))
-    _, place_N = np.unique(x_NC @ weights_C, return_inverse=True)
+    odds_N: Numbers = x_NC @ weights_C
+    return odds_N
+
+
+def _joint_auc(x_NC: Numbers, y_N: Numbers) -> float:
+    """AUC of a logistic regression."""
+    _, place_N = np.unique(fit_together(x_NC, y_N), return_inverse=True)
     positives, negatives = np.bincount(place_N, y_N), np.bincount(place_N, 1 - y_N)
     return float(positives @ (np.cumsum(negatives) - negatives / 2) / (positives.sum() * negatives.sum()))
 
@@ -292,6 +303,7 @@ def _logit(p: Numbers | float) -> Numbers:
     return odds
 
 
-def _sigmoid(x: Numbers) -> Numbers:
+def sigmoid(x: Numbers) -> Numbers:
+    """The probability of log odds."""
     p: Numbers = 1 / (1 + np.exp(-np.clip(x, -30, 30)))
     return p

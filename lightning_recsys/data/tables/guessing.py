@@ -18,18 +18,21 @@ from lightning_recsys.data.files import find_files, stored_bytes
 from lightning_recsys.data.queries import written_query
 from lightning_recsys.data.tables.column_guesses import ALMOST, MISSING, DateOrder, Guess, Sample, guess_column
 from lightning_recsys.data.tables.columns import GROUPED_BY_DOTS
+from lightning_recsys.data.tables.crosses import Cross
 from lightning_recsys.data.tables.features import Categorical
 from lightning_recsys.data.tables.label import LabelRule
 from lightning_recsys.data.tables.reading import partitions_of, read_header
-from lightning_recsys.data.tables.schema import FEATURES, Schema, feature_name
+from lightning_recsys.data.tables.schema import FEATURES, Schema, feature_name, yaml_on_a_line
 from lightning_recsys.data.tables.schema_parts import Label, Split, TableFormat
 from lightning_recsys.data.tables.sniffing import is_number, sniff, told_apart
-from lightning_recsys.data.tables.verdicts import judge
+from lightning_recsys.data.tables.verdicts import judge, short_loss
 
 _LABEL_NAMES = ("label", "click", "clicked", "is_click", "target", "y", "conversion", "converted", "purchase", "rating")
 _POSITIVE = ("1", "true", "yes", "y", "click", "clicked", "positive")
 _DECIMAL_COMMA = re.compile(r"[+-]?(\d+|\d{1,3}(\.\d{3})+),\d+")
 _THOUSANDS = re.compile(r"[+-]?\d{1,3}(,\d{3})+(\.\d+)?")
+_MOST_CROSSES = 3  # that are named
+_CROSS_ROWS = 10  # that a pair of values needs for an id of its own, where a cross is named
 _LEFT_OUT = 0.05  # share of a numbering over several columns that may lie between two of them, unseen
 
 
@@ -72,10 +75,11 @@ def guess_schema(
     clicks = samples.pop(chosen)
     rule, reason = _label_rule(clicks)
     labels = _labels(clicks, LabelRule(rule))
-    guesses, drifts = judge(samples, _guess_columns(samples), labels)
+    verdict = judge(samples, _guess_columns(samples), labels)
+    guesses, drifts = verdict.guesses, verdict.drifts
     fitting = _fitting(samples, guesses)
     strays = [word for name, guess in guesses.items() if guess.key == "dense" for word in samples[name].strays]
-    guesses = _with_one_time(guesses | folders)
+    guesses = _with_one_time({**guesses, **folders})
     fitting |= {chosen: clicks.share(~np.isnan(LabelRule(rule).apply(pa.array(clicks.counts))))}
 
     features = _features(guesses, chosen)
@@ -98,7 +102,8 @@ def guess_schema(
         comments={column: guess.reason for column, guess in guesses.items()}
         | {name: guesses[x.column or name].reason for found in features.values() for name, x in found.items()}
         | {f"schema.{key}": remark for key, remark in _remarks(first, has_time=time is not None, drift=drift).items()}
-        | {"schema.label": reason},
+        | {"schema.label": reason}
+        | _crosses(verdict.crosses, features, list(guesses)),
         dense=features["dense"],
         vectors=features["vectors"],
         categorical=features["categorical"],
@@ -195,6 +200,23 @@ def _features(guesses: Mapping[str, Guess], label: str) -> dict[str, dict[str, A
         chosen = name if free == feature_name(name) else free
         features[key][chosen] = options if chosen == column else replace(options, column=column)
     return features
+
+
+def _crosses(
+    crosses: Sequence[Cross], features: Mapping[str, Mapping[str, Any]], columns: Sequence[str]
+) -> dict[str, str]:
+    """Commented lines of YAML for the best crosses, to be found at the end of the categorical features."""
+    called = {feature.column or name: name for name, feature in features["categorical"].items()}
+    names = [*(name for found in features.values() for name in found), *columns]
+    taken = list(dict.fromkeys(map(feature_name, names)))
+    lines = []
+    for cross in crosses[:_MOST_CROSSES]:
+        parts = [called[column] for column in cross.columns]
+        *taken, name = told_apart([*taken, feature_name("_".join(parts))])
+        taken.append(name)
+        remark = f"held-out log loss with it {short_loss(cross.together)}, of all without {short_loss(cross.apart)}"
+        lines.append(f"{yaml_on_a_line({name: {'cross': parts, 'min_count': _CROSS_ROWS}})[1:-1]}  # {remark}")
+    return {"schema.categorical": "\n".join(lines)} if lines else {}
 
 
 def _numbered_together(samples: Mapping[str, Sample]) -> list[str]:

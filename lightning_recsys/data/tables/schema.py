@@ -48,7 +48,8 @@ class Schema:
         ignore: Columns that are known and not used.
         joins: The side tables whose columns are appended to the rows.
         split: How evaluation rows are parted from training rows.
-        comments: Remarks for :meth:`to_yaml`, by feature or column; ``schema.<key>`` for a key, ``schema.`` for all.
+        comments: Remarks for :meth:`to_yaml`, by feature or column; ``schema.<key>`` for a key (lines behind the
+            features of one), ``schema.`` for all.
         num_rows: Number of rows of the training files, by their sizes where not all were read; of a guessed schema.
         present: Share of the rows that have a value, by column; of a guessed schema.
         fitting: Share of those that are what the column was taken for; of a guessed schema.
@@ -349,19 +350,23 @@ def _lines(schema: Schema) -> Iterator[str]:
     entries = {split: [_entry(schema, path) for path in paths] for split, paths in schema.files.items()}
     files = {split: paths if len(paths) > 1 else paths[0] for split, paths in entries.items()}
     yield from section(
-        "files", [(f"schema.files.{split}", f"{split}: {_flow(paths)}") for split, paths in files.items()]
+        "files", [(f"schema.files.{split}", f"{split}: {yaml_on_a_line(paths)}") for split, paths in files.items()]
     )
-    yield from (f"{key}: {_flow(value)}{remark(f'schema.{key}')}" for key, value in _changed(schema.table).items())
-    yield f"label: {_flow(_changed(schema.label))}{remark('schema.label')}"
+    yield from (
+        f"{key}: {yaml_on_a_line(value)}{remark(f'schema.{key}')}" for key, value in _changed(schema.table).items()
+    )
+    yield f"label: {yaml_on_a_line(_changed(schema.label))}{remark('schema.label')}"
     for key in FEATURES:
         columns = getattr(schema, key).items()
-        yield from section(key, [(name, f"{_flow(name)}: {_flow(_changed(column))}") for name, column in columns])
+        lines = [(name, f"{yaml_on_a_line(name)}: {yaml_on_a_line(_changed(column))}") for name, column in columns]
+        yield from section(key, lines)
+        yield from (f"  # {line}" for line in schema.comments.get(f"schema.{key}", "").splitlines())
     if schema.time is not None:
-        yield f"time: {_flow(schema.time)}{remark(schema.time)}"
-    yield from section("ignore", [(name, f"- {_flow(name)}") for name in schema.ignore])
+        yield f"time: {yaml_on_a_line(schema.time)}{remark(schema.time)}"
+    yield from section("ignore", [(name, f"- {yaml_on_a_line(name)}") for name in schema.ignore])
     joins = [{"file": j.file, "column": j.column, "key": j.key, **_changed(j.table)} for j in schema.joins]
-    yield from section("joins", [("schema.joins", f"- {_flow(join)}") for join in joins])
-    yield f"split: {_flow(_changed(schema.split))}{remark('schema.split')}"
+    yield from section("joins", [("schema.joins", f"- {yaml_on_a_line(join)}") for join in joins])
+    yield f"split: {yaml_on_a_line(_changed(schema.split))}{remark('schema.split')}"
 
 
 def _entry(schema: Schema, path: str) -> Any:
@@ -381,7 +386,7 @@ def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
 
-def _flow(value: Any) -> str:
+def yaml_on_a_line(value: Any) -> str:
     """A value on one line."""
     text: str = yaml.safe_dump(value, default_flow_style=True, width=float("inf"), allow_unicode=True, sort_keys=False)
     return text.removesuffix("...\n").strip()

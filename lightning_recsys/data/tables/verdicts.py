@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lightning_recsys.data.tables.column_guesses import Guess, Sample, guess_dense
+from lightning_recsys.data.tables.crosses import Cross, find_crosses
 from lightning_recsys.data.tables.evidence import ColumnEvidence, HeldOut, Numbers, auc_together, far_above_the_others
 from lightning_recsys.data.tables.features import Categorical, Dense
 
@@ -36,9 +37,22 @@ class _Witness:
     auc_if_missing: float
 
 
-def judge(
-    samples: Mapping[str, Sample], guesses: Mapping[str, Guess], labels: NDArray[np.float32]
-) -> tuple[dict[str, Guess], dict[str, str]]:
+@dataclass(frozen=True)
+class Verdict:
+    """The judgement of the rows on the columns of a table.
+
+    Args:
+        guesses: What the columns are, with what the rows say among the reasons.
+        drifts: A remark for each time whose labels drift.
+        crosses: Pairs of categorical columns that tell more together than apart.
+    """
+
+    guesses: Mapping[str, Guess]
+    drifts: Mapping[str, str] = field(default_factory=dict)
+    crosses: Sequence[Cross] = ()
+
+
+def judge(samples: Mapping[str, Sample], guesses: Mapping[str, Guess], labels: NDArray[np.float32]) -> Verdict:
     """Correct guesses by the rows.
 
     Whole numbers become ids, numbers or both, by the log loss of each on held-out rows; where these hardly differ, the
@@ -51,12 +65,11 @@ def judge(
         labels: 0 or 1 for each row of the sample, NaN where it has none.
 
     Returns:
-        The guesses with what the rows say among the reasons, and for each time whose labels drift a remark on that.
-        They are those that were given, and no remarks, where fewer than 20 rows have either label.
+        The guesses as they were given, and nothing else, where fewer than 20 rows have either label.
     """
     held_out = HeldOut.deal(labels)
     if held_out is None:
-        return dict(guesses), {}
+        return Verdict(guesses)
     judged, drifts, features = dict(guesses), {}, {}
     leaks: dict[str, _Witness] = {}
     for name, sample in samples.items():
@@ -73,13 +86,15 @@ def judge(
             judged[name] = _correct(sample, guesses[name], witness.evidence)
             features[name] = witness
     judged |= _easily_told(samples, guesses, leaks, features)
-    told = far_above_the_others({name: (witness.evidence, witness.best) for name, witness in features.items()})
+    heard = {name: (witness.evidence, witness.best) for name, witness in features.items()}
+    told = far_above_the_others(heard)
     for name, (auc, others) in told.items():
         remark = (
             f"by itself it has an AUC of {auc:.3f}, all others together {others:.3f}: is it known before the label?"
         )
         judged[name] = replace(judged[name], reason=remark)
-    return judged, drifts
+    categories = [name for name in features if judged[name].key == "categorical" or judged[name].ids is not None]
+    return Verdict(judged, drifts, find_crosses(heard, categories))
 
 
 def _easily_told(
@@ -138,10 +153,12 @@ def _correct(sample: Sample, guess: Guess, evidence: ColumnEvidence) -> Guess:
 def _ids_or_number(sample: Sample, guess: Guess, evidence: ColumnEvidence) -> Guess:
     number, ids = evidence.as_number(), evidence.as_ids()
     both = evidence.as_ids(around_KV=number)
-    losses = f"held-out log loss as ids {_short(evidence.loss(ids))}, as a number {_short(evidence.loss(number))}"
+    losses = (
+        f"held-out log loss as ids {short_loss(evidence.loss(ids))}, as a number {short_loss(evidence.loss(number))}"
+    )
     if evidence.is_better(both, ids) and evidence.is_better(both, number):
         dense = guess_dense(sample)
-        why = f"{dense.reason}; {losses}, as both {_short(evidence.loss(both))}: both"
+        why = f"{dense.reason}; {losses}, as both {short_loss(evidence.loss(both))}: both"
         return replace(dense, ids=Categorical(), reason=why)
     if evidence.is_better(ids, number) and evidence.is_better(ids, evidence.prior_KV):
         return Guess("categorical", Categorical(), f"{len(sample.counts)} different values; {losses}: categorical")
@@ -162,8 +179,8 @@ def _with_logarithm(guess: Guess, evidence: ColumnEvidence) -> Guess:
     better, worse = (plain, logarithm) if guess.options.transform == "log" else (logarithm, plain)
     if not evidence.is_better(better, worse):
         return guess
-    losses = f"log loss of a straight line {_short(evidence.loss(plain))}, of its logarithm"
-    why = f"{guess.reason}; {losses} {_short(evidence.loss(logarithm))}"
+    losses = f"log loss of a straight line {short_loss(evidence.loss(plain))}, of its logarithm"
+    why = f"{guess.reason}; {losses} {short_loss(evidence.loss(logarithm))}"
     return replace(guess, options=Dense(transform="log" if better is logarithm else "none"), reason=why)
 
 
@@ -177,10 +194,10 @@ def _drift(evidence: ColumnEvidence) -> str | None:
     return f"the label drifts: {first:.1%} positive in the earliest tenth of the sample, {last:.1%} in the latest"
 
 
-def _short(loss: float) -> str:
+def short_loss(loss: float) -> str:
     """A loss with four digits.
 
-    >>> _short(0.41234), _short(0.0123456), _short(1.5)
+    >>> short_loss(0.41234), short_loss(0.0123456), short_loss(1.5)
     ('.4123', '.01235', '1.500')
     """
     return f"{loss:#.4g}".removeprefix("0")
