@@ -1,4 +1,4 @@
-"""Tables in memory (pandas, polars, PyArrow, whatever else speaks Arrow) as files that are named by their content."""
+"""Tables in memory (pandas, polars, PyArrow, Hugging Face's, whatever else speaks Arrow) as files named by content."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import hashlib
 import os
 import tempfile
 import time
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +28,14 @@ def frame_file(frame: Any, folder: Path) -> Path:
     found again. Files that were not asked for in a week are removed.
 
     Args:
-        frame: A table with ``__arrow_c_stream__`` or ``__dataframe__``, such as one of pandas, polars or PyArrow.
+        frame: A table with ``__arrow_c_stream__`` or ``__dataframe__``, such as one of pandas, polars or PyArrow, or a
+            ``Dataset`` or ``IterableDataset`` of Hugging Face, which is read once from its beginning.
         folder: Where the files are; made if it is not there.
 
     Raises:
         TypeError: it is no table.
-        ValueError: a column has a type that Arrow does not know, such as words and numbers in one.
+        ValueError: a column has a type that Arrow does not know, such as words and numbers in one; or other types in
+            later rows; or a data set has no rows.
     """
     reader = _reader(frame)
     folder.mkdir(_PRIVATE, parents=True, exist_ok=True)
@@ -59,16 +63,43 @@ def frame_file(frame: Any, folder: Path) -> Path:
 
 def _reader(frame: Any) -> pa.RecordBatchReader:
     try:
+        if hasattr(frame, "with_format") and hasattr(frame, "iter"):
+            return _reader_of_batches(frame.with_format("arrow").iter(batch_size=_BATCH_ROWS))
         if hasattr(frame, "__arrow_c_stream__"):
             return pa.RecordBatchReader.from_stream(frame)
         if hasattr(frame, "__dataframe__"):
             return from_dataframe(frame).to_reader()
     except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError) as error:
         raise ValueError(f"the frame cannot be made a table of Arrow: {error}. Give each column one type.") from error
+    if isinstance(frame, Mapping) and any(hasattr(part, "with_format") for part in frame.values()):
+        raise TypeError(
+            f"from_frame takes one table, got a {type(frame).__name__} of {', '.join(map(str, frame))}. Give one of "
+            "them, and others as validation=, test= and predict=."
+        )
     raise TypeError(
-        "from_frame takes a table of pandas, polars, PyArrow or another library that has __arrow_c_stream__ or "
-        f"__dataframe__, got {type(frame).__name__}."
+        "from_frame takes a table of pandas, polars, PyArrow, Hugging Face's datasets or another library that has "
+        f"__arrow_c_stream__ or __dataframe__, got {type(frame).__name__}."
     )
+
+
+def _reader_of_batches(tables: Iterator[pa.Table]) -> pa.RecordBatchReader:
+    """Tables that come one after the other, as Hugging Face's data sets give their rows, chosen and shuffled ones too.
+
+    Raises:
+        ValueError: there is none.
+    """
+    first = next(tables, None)
+    if first is None:
+        raise ValueError("the data set has no rows.")
+
+    def batches() -> Iterator[pa.RecordBatch]:
+        for table in chain([first], tables):
+            try:
+                yield from table.cast(first.schema).to_batches()
+            except (pa.ArrowInvalid, ValueError) as error:
+                raise ValueError(f"later rows of the data set have other columns than the first: {error}") from error
+
+    return pa.RecordBatchReader.from_batches(first.schema, batches())
 
 
 def _remove_unused(folder: Path) -> None:

@@ -131,7 +131,7 @@ class TabularDataModule(PreparedReader):
         cache: str | Path | None = None,
         **options: Any,
     ) -> TabularDataModule:
-        """Rows of tables in memory, of pandas, polars, PyArrow or whatever else has ``__arrow_c_stream__``.
+        """Rows of tables in memory, of pandas, polars, PyArrow, Hugging Face or whatever has ``__arrow_c_stream__``.
 
         A copy of each table is written into the folder ``frames`` of the cache, named by a digest of its content, and
         is read from there as a file is; a frame with the same content is not prepared twice. Copies that were not asked

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -48,6 +50,34 @@ class Exchanged:
         return self._table.__dataframe__(**options)
 
 
+class Streamed:
+    """The two methods by which a data set of Hugging Face gives its rows as tables, in pieces of its own size."""
+
+    def __init__(self, tables: list[pa.Table], format: str = "python") -> None:
+        self._tables, self._format = tables, format
+
+    def with_format(self, kind: str) -> Streamed:
+        return Streamed(self._tables, kind)
+
+    def iter(self, batch_size: int) -> Iterator[pa.Table]:
+        assert self._format == "arrow"
+        assert batch_size > 0
+        yield from self._tables
+
+
+def streamed(frame: pd.DataFrame) -> Streamed:
+    table = pa.Table.from_pandas(frame)
+    return Streamed([table.slice(start, 70) for start in range(0, len(table), 70)])
+
+
+def hugging_face(frame: pd.DataFrame, *, streams: bool) -> object:
+    """The rows in another order, and put back by an index as ``select`` does; or as a stream."""
+    found = pytest.importorskip("datasets", reason="Hugging Face's datasets are not installed")
+    if streams:
+        return found.Dataset.from_pandas(frame).to_iterable_dataset(num_shards=3)
+    return found.Dataset.from_pandas(frame.iloc[::-1], preserve_index=False).select(range(299, -1, -1))
+
+
 def polars(frame: pd.DataFrame) -> object:
     found = pytest.importorskip("polars", reason="polars is not installed")
     return found.from_dict({name: frame[name].tolist() for name in frame}, strict=False).fill_nan(None)
@@ -58,6 +88,9 @@ FRAMES = {
     "table": lambda frame: pa.Table.from_pandas(frame),
     "reader": lambda frame: pa.Table.from_pandas(frame).to_reader(max_chunksize=50),
     "polars": polars,
+    "streamed": streamed,
+    "dataset": partial(hugging_face, streams=False),
+    "iterable": partial(hugging_face, streams=True),
 }
 
 
@@ -143,3 +176,18 @@ def test_frame_when_it_is_none_or_has_a_column_of_several_types_then_says_so(tmp
         TabularDataModule.from_frame(mixed, label="clicked", cache=tmp_path)
     with pytest.raises(ValueError, match="with schema=, name them in it"):
         TabularDataModule.from_frame(rows(), label="clicked", schema=SCHEMA, cache=tmp_path)
+
+
+def test_data_set_when_it_is_empty_or_changes_or_is_several_then_says_so(tmp_path):
+    table = pa.Table.from_pandas(rows())
+    with pytest.raises(ValueError, match="the data set has no rows"):
+        TabularDataModule.from_frame(Streamed([]), cache=tmp_path)
+    other = table.set_column(0, "clicked", pa.array(["yes"] * 300))
+    for changed in (other, table.drop_columns("user")):
+        with pytest.raises(ValueError, match="later rows of the data set have other columns than the first"):
+            TabularDataModule.from_frame(Streamed([table, changed]), label="clicked", cache=tmp_path)
+    with pytest.raises(
+        TypeError, match=r"one table, got a dict of train, test\. Give one of them, and others as valid"
+    ):
+        TabularDataModule.from_frame({"train": streamed(rows()), "test": streamed(rows())}, cache=tmp_path)
+    assert list((tmp_path / "frames").iterdir()) == []
