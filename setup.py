@@ -18,8 +18,8 @@ class BuildWithRecipes(build_py):
         for name in ("conf", "recipes"):
             target = Path(self.build_lib, "lightning_recsys", name)
             shutil.rmtree(target, ignore_errors=True)  # of an earlier build
-            # recipe_tools is a package of its own (pyproject.toml), so that any process can import it
-            shutil.copytree(name, target, ignore=shutil.ignore_patterns("__pycache__", "recipe_tools"))
+            # recipe_tools and hydra_plugins are packages of their own (pyproject.toml): any process can import them
+            shutil.copytree(name, target, ignore=shutil.ignore_patterns("__pycache__", "recipe_tools", "hydra_plugins"))
 
 
 setup(cmdclass={"build_py": BuildWithRecipes})

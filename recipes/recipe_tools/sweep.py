@@ -54,7 +54,8 @@ class SweepComparison(Callback):
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
         """Make of a failure what the sweeper can go on with.
 
-        Hydra's basic sweeper stops at a failed job without an end of its own, Optuna's at a value that is not finite.
+        Hydra's basic sweeper stops at a failed job without an end of its own; to a search, a value that is not finite
+        is a failure.
         """
         if config.hydra.mode != RunMode.MULTIRUN:
             return
@@ -70,7 +71,7 @@ class SweepComparison(Callback):
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Compare at the end of the program if the end of the sweep is never reached."""
-        self._start = time.time()
+        self._start = time.time() if _is_grid(config) else 0.0  # a search may have begun in the same folder before
         atexit.register(self._compare, config)
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:

@@ -46,7 +46,7 @@ LEAVES = sorted(
     for path in root.rglob("*.yaml")
     if root != CONF or ROOTS[1] not in path.parents
 )
-NEEDS = {"hparams_search/optuna": "hydra_plugins.hydra_optuna_sweeper"}
+NEEDS = {"hparams_search/optuna": "optuna"}
 NEEDS_DATA = ("movielens", "adult", "amazon", "cora")
 GRAPH_MODELS = ("graphsage",)  # tested with the data that they are for
 

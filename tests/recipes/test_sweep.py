@@ -125,10 +125,10 @@ def test_isolated_job_undoes_what_a_job_changes(monkeypatch):
     [
         ("BasicSweeper", JobStatus.FAILED, ValueError("wrong"), JobStatus.COMPLETED),  # so that the others go on
         ("BasicSweeper", JobStatus.COMPLETED, float("nan"), JobStatus.COMPLETED),
-        ("OptunaSweeper", JobStatus.FAILED, ValueError("wrong"), JobStatus.FAILED),
-        ("OptunaSweeper", JobStatus.COMPLETED, float("nan"), JobStatus.FAILED),  # Optuna would end the search over it
-        ("OptunaSweeper", JobStatus.COMPLETED, None, JobStatus.FAILED),  # a figure of several simulations
-        ("OptunaSweeper", JobStatus.COMPLETED, 0.8, JobStatus.COMPLETED),
+        ("OptunaSearch", JobStatus.FAILED, ValueError("wrong"), JobStatus.FAILED),
+        ("OptunaSearch", JobStatus.COMPLETED, float("nan"), JobStatus.FAILED),
+        ("OptunaSearch", JobStatus.COMPLETED, None, JobStatus.FAILED),  # a figure of several simulations
+        ("OptunaSearch", JobStatus.COMPLETED, 0.8, JobStatus.COMPLETED),
     ],
 )
 def test_sweepers_get_what_they_can_go_on_with(sweeper, status, value, expected):
