@@ -63,8 +63,16 @@ def names_below(folder: Path) -> set[str]:
 @pytest.mark.parametrize("folder", ["conf", "recipes"])
 def test_wheel_then_carries_all_configurations_and_recipes(unpacked, folder):
     carried = names_below(unpacked / "lightning_recsys" / folder)
-    carried |= {f"recipe_tools/{name}" for name in names_below(unpacked / "recipe_tools") if folder == "recipes"}
+    if folder == "recipes":  # the packages of it lie beside that of the library
+        packages = ("recipe_tools", "hydra_plugins")
+        carried |= {f"{package}/{name}" for package in packages for name in names_below(unpacked / package)}
     assert carried == {name for name in names_below(ROOT / folder) if "__pycache__" not in name}
+
+
+def test_search_of_the_wheel_then_finds_its_sweeper(command, tmp_path):
+    done = command("train", "hparams_search=optuna", "hydra.sweeper.n_trials=1", "hydra.sweep.dir=out", *TINY)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "out/optimization_results.yaml").exists()
 
 
 @pytest.mark.parametrize("site", ["repository", "wheel"])
