@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 from functools import partial
+from pathlib import Path
 
 import pytest
 import pytorch_lightning as pl
@@ -279,15 +281,25 @@ PERIODS = {"period": 5, "discount": 0.5}
 
 
 class Alike(Counting):
-    """Every gradient of every push is 1: what comes of the pushes does not depend on whose comes first."""
+    """Every gradient of every push is 1: what comes of the pushes does not depend on whose comes first.
 
-    def __init__(self, rule: str) -> None:
+    It depends on which comes first where one store has the last push of a period and the first of the next in another
+    order than the store that has numbered them. So one worker at a time makes a step.
+    """
+
+    def __init__(self, rule: str, lock: Path) -> None:
         self.dense_rule, row_rule = SWAPPED[rule]
+        self.lock = lock
         super().__init__(rule=RowSWAP(inner=row_rule, **PERIODS))
         self.weight = nn.Parameter(torch.zeros(3))
 
     def training_step(self, batch, batch_idx):
         return super().training_step(batch, batch_idx) + self.weight.sum()
+
+    def optimizer_step(self, *arguments, **options):
+        with self.lock.open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            super().optimizer_step(*arguments, **options)
 
     def configure_optimizers(self):
         optimizer = swap([self.bias, self.weight], inner=self.dense_rule, **PERIODS)
@@ -310,7 +322,7 @@ def test_swap_when_two_workers_go_on_in_the_midst_of_a_period_then_it_ends_where
         saving = ModelCheckpoint(tmp_path / str(step), every_n_train_steps=step)
         strategy = AsyncParameterServerStrategy(num_embedding_servers=servers, transport="tcp")
         trainer = make_trainer(strategy, saving, max_steps=step, limit_val_batches=0)
-        trainer.fit(model := Alike(rule), ckpt_path=path)
+        trainer.fit(model := Alike(rule, tmp_path / "lock"), ckpt_path=path)
         assert trainer.callback_metrics["world_size"] == 2
         saved = read_checkpoint(path := saving.best_model_path)
         while torchs.param_groups[0].get("swap_step", 0) < 2 * step:

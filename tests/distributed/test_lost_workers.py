@@ -22,7 +22,7 @@ from lightning_recsys.data.batch import Batch
 from lightning_recsys.embeddings import EmbeddingBagCollection, EmbeddingBagConfig, SparseFeatures
 from lightning_recsys.metrics import LogLoss
 from lightning_recsys.optim import RowSGD
-from lightning_recsys.strategies import AsyncParameterServerStrategy, ShadowSyncStrategy
+from lightning_recsys.strategies import AsyncParameterServerStrategy, CachedRows, ShadowSyncStrategy, compose
 
 pytestmark = [
     pytest.mark.distributed,
@@ -177,6 +177,22 @@ def test_worker_when_killed_in_mid_epoch_then_the_others_train_all_examples_and_
     resumed.fit(again, NumbersModule(), ckpt_path=path)
     assert resumed.callback_metrics["world"] == world
     torch.testing.assert_close(again.counted * accumulated - first, second, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("dense", ["easgd", "servers"])
+def test_worker_with_cached_rows_when_killed_then_only_what_it_had_not_pushed_is_lost(tmp_path, dense):
+    """No id comes twice in an epoch, so a cache pushes a change where it needs the row's place for another one."""
+    places = 10
+    saving = ModelCheckpoint(tmp_path / "saved", filename="{epoch}", save_top_k=-1)
+    rows = CachedRows(cache_rows=places, staleness=100)
+    strategy = compose(dense=dense, rows=rows, transport="tcp", min_workers=2)
+    trainer = make_trainer(strategy, saving, Dies(tmp_path, batch=18))
+    trainer.fit(model := Counts(), NumbersModule())
+    assert (trainer.callback_metrics["world"], trainer.callback_metrics["seen"]) == (WORLD - 1, ROWS)
+    first = read_checkpoint(tmp_path / "saved" / "epoch=0.ckpt")["state_dict"]["rows.embedding_bags.t.weight"].flatten()
+    assert 0 < (first == 0).sum() <= places + SIZE  # a batch is there as a whole, however few the places
+    assert first.sum() <= ROWS + 8 * SIZE  # a lease
+    torch.testing.assert_close(model.counted - first, torch.ones(ROWS), rtol=0, atol=0)  # nobody dies in the second
 
 
 def test_workers_when_too_few_are_left_then_the_run_ends_and_says_so(tmp_path):

@@ -101,12 +101,12 @@ def test_train_from_the_wheel_then_runs_with_its_own_configuration(unpacked, tmp
     assert "AUC" in done.stdout
 
 
-STRATEGIES = ("single", "ddp", "shadowsync", "het", "async_ps", "hierarchical", "des")
+STRATEGIES = ("single", "het", "hierarchical")  # rows in the process and on servers, and a model that is traced
 
 
 @pytest.mark.distributed
 @pytest.mark.slow
-def test_new_project_then_trains_under_every_strategy_and_passes_its_own_test(command, run_unpacked, tmp_path):
+def test_new_project_then_trains_under_strategies_and_passes_its_own_test(command, run_unpacked, tmp_path):
     """Somebody's first hour: its model is in no library, and its configuration extends ours."""
     done = command("new", "clickers")
     assert done.returncode == 0, done.stderr
