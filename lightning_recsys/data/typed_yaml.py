@@ -90,6 +90,10 @@ def _as(value: Any, kind: Any) -> Any:
             numbers = [value] if is_number else value
             whole = isinstance(numbers, list | tuple) and all(_as(number, int) is not None for number in numbers)
             return tuple(numbers) if whole else None
+        if get_args(kind)[0] is float:
+            numbers = [value] if is_number else value
+            good = isinstance(numbers, list | tuple) and all(_as(number, float) is not None for number in numbers)
+            return tuple(map(float, numbers)) if good else None
         words = [value] if isinstance(value, str) else value
         simple = isinstance(words, list | tuple) and all(
             isinstance(w, str | int | float) and not isinstance(w, bool) for w in words
@@ -107,7 +111,7 @@ def _describe(kind: Any) -> str:
     if get_origin(kind) is Literal:
         return " or ".join(get_args(kind))
     if get_origin(kind) is tuple:
-        return "a list of whole numbers" if get_args(kind)[0] is int else "a list of strings"
+        return {int: "a list of whole numbers", float: "a list of numbers"}.get(get_args(kind)[0], "a list of strings")
     if get_origin(kind) in (Union, types.UnionType):
         return " or ".join(_describe(option) for option in get_args(kind))
     return names[kind]

@@ -1,4 +1,4 @@
-"""Features that are made once side tables are joined: parts of times, ages, crosses, the numbers of vectors."""
+"""Features that are made once side tables are joined: parts of times, ages, bins, crosses, the numbers of vectors."""
 
 from __future__ import annotations
 
@@ -49,14 +49,16 @@ def _number(columns: Mapping[Input, Column], name: str, feature: Dense) -> Colum
 
 
 def _category(columns: Mapping[Input, Column], feature: Categorical, name: str) -> pa.DictionaryArray:
-    """The values of a column, or of a part of the time there."""
+    """The values of a column, or of a part of the time there, or the bins of its numbers."""
     (source,) = feature.inputs(name)
     column = columns[source]
-    if feature.transform == "none":
+    if feature.transform == "none" and not feature.edges:
         return column
     assert isinstance(column, np.ndarray)
     known = np.nan_to_num(column)
-    if feature.transform == "hour":
+    if feature.edges:
+        number, count = np.searchsorted(feature.edges, known, side="right"), len(feature.edges) + 1
+    elif feature.transform == "hour":
         number, count = np.floor(known / _HOUR) % 24, 24
     else:
         number, count = (np.floor(known / _DAY) + _FIRST_WEEKDAY) % 7, 7

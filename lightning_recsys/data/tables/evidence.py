@@ -127,6 +127,16 @@ class ColumnEvidence:
         most = max(bins[0], len(self.numbers) // 2)
         return self._best(self._binned(num_bins) for num_bins in bins if num_bins <= most)
 
+    def as_bins(self, num_bins: int) -> tuple[Numbers, Numbers]:
+        """Quantile bins have a rate each.
+
+        Returns:
+            The prediction, and the least number of each bin but the first.
+        """
+        assert self.numbers is not None
+        starts_B, bin_V = self._bins(num_bins)
+        return self._with_missing(self._rates_of_bins(starts_B)[:, bin_V]), self.numbers[starts_B[1:]]
+
     def as_line(self, x_V: Numbers) -> Numbers:
         """The log odds are a straight line of a number for each value, by logistic regression."""
         rows_KV, positives_KV = (self._others(counts[:, :-1]) for counts in (self.rows_KV, self.positives_KV))
@@ -196,16 +206,28 @@ class ColumnEvidence:
         return np.hstack([p_KV, self._rates(rows, positives, _BIN_SMOOTHING, self.prior_KV[:, :1])])
 
     def _binned(self, num_bins: int) -> Numbers:
-        rows_V = self.rows_KV[:, :-1].sum(0)
-        middle_V = (np.cumsum(rows_V) - rows_V / 2) / rows_V.sum()  # the share of the rows below each value
-        starts_B = np.flatnonzero(np.diff(np.floor(middle_V * num_bins), prepend=-1))
+        starts_B, _ = self._bins(num_bins)
+        rows_V, middle_V = self.rows_KV[:, :-1].sum(0), self._middle()
         middle_B = np.add.reduceat(middle_V * rows_V, starts_B) / np.add.reduceat(rows_V, starts_B)
+        odds = [np.interp(middle_V, middle_B, odds_B) for odds_B in _logit(self._rates_of_bins(starts_B))]
+        return self._with_missing(sigmoid(np.array(odds)))
+
+    def _middle(self) -> Numbers:
+        """For each value the share of the rows below it, and half of its own."""
+        rows_V = self.rows_KV[:, :-1].sum(0)
+        middle_V: Numbers = (np.cumsum(rows_V) - rows_V / 2) / rows_V.sum()
+        return middle_V
+
+    def _bins(self, num_bins: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The first value of each quantile bin that has one, and the bin of each value."""
+        begins_V = np.diff(np.floor(self._middle() * num_bins), prepend=-1) > 0
+        return np.flatnonzero(begins_V), np.cumsum(begins_V) - 1
+
+    def _rates_of_bins(self, starts_B: NDArray[np.int64]) -> Numbers:
         rows_KB, positives_KB = (
             np.add.reduceat(x[:, :-1], starts_B, axis=1) for x in (self.rows_KV, self.positives_KV)
         )
-        p_KB = self._rates(rows_KB, positives_KB, _BIN_SMOOTHING, self.prior_KV[:, :1])
-        odds = [np.interp(middle_V, middle_B, odds_B) for odds_B in _logit(p_KB)]
-        return self._with_missing(sigmoid(np.array(odds)))
+        return self._rates(rows_KB, positives_KB, _BIN_SMOOTHING, self.prior_KV[:, :1])
 
     @staticmethod
     def _others(counts_KX: Numbers) -> Numbers:

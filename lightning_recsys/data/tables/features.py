@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 from lightning_recsys.data.tables.columns import fixed_time
@@ -138,21 +139,31 @@ class Categorical(Embedded):
         transform: ``hour`` makes a time the hour of its day, from 0 to 23, ``weekday`` the day of its week, 0 on
             Mondays; both in UTC.
         unit: What times that are numbers count, as in :class:`Dense`.
+        edges: Increasing numbers, which make bins of a number: below the first edge, from it to below the second, and
+            so on.
         cross: Two or more categorical features or columns: the feature is what they are together.
     """
 
     transform: Literal["none", "hour", "weekday"] = "none"
     unit: TimeUnit | None = None
+    edges: tuple[float, ...] = ()
     cross: tuple[str, ...] = ()
 
     def check(self, where: str) -> None:
         """See :meth:`Dense.check`."""
         super().check(where)
         require(self.unit is None or self.transform != "none", f"{where}.unit is for times, so it needs a transform.")
+        require(
+            all(low < high for low, high in pairwise(self.edges)) and all(abs(x) <= LARGEST for x in self.edges),
+            f"{where}.edges must increase, and be within {LARGEST}, got {', '.join(map(str, self.edges))}.",
+        )
+        require(
+            not self.edges or self.transform == "none", f"{where} has edges, of a number, and a transform of times."
+        )
         if self.cross:
             require(
-                self.column is None and self.transform == "none",
-                f"{where} has cross beside column or transform: a cross is made from what it lists alone.",
+                self.column is None and self.transform == "none" and not self.edges,
+                f"{where} has cross beside column, transform or edges: a cross is made from what it lists alone.",
             )
             require(
                 len(set(self.cross)) == len(self.cross) >= 2,
@@ -161,6 +172,8 @@ class Categorical(Embedded):
 
     def inputs(self, name: str) -> tuple[Input, ...]:
         """See :meth:`Dense.inputs`; of a cross, what it lists makes them."""
+        if self.edges:
+            return (Input(self.column or name, "number"),)
         if self.transform == "none":
             return (Input(self.column or name, "category"),)
         return (Input(self.column or name, "moment", self.unit),)

@@ -18,20 +18,19 @@ from lightning_recsys.data.files import find_files, stored_bytes
 from lightning_recsys.data.queries import written_query
 from lightning_recsys.data.tables.column_guesses import ALMOST, MISSING, DateOrder, Guess, Sample, guess_column
 from lightning_recsys.data.tables.columns import GROUPED_BY_DOTS
-from lightning_recsys.data.tables.crosses import Cross
 from lightning_recsys.data.tables.features import Categorical
 from lightning_recsys.data.tables.label import LabelRule
 from lightning_recsys.data.tables.reading import partitions_of, read_header
 from lightning_recsys.data.tables.schema import FEATURES, Schema, feature_name, yaml_on_a_line
 from lightning_recsys.data.tables.schema_parts import Label, Split, TableFormat
 from lightning_recsys.data.tables.sniffing import is_number, sniff, told_apart
-from lightning_recsys.data.tables.verdicts import judge, short_loss
+from lightning_recsys.data.tables.verdicts import Verdict, judge, short_loss
 
 _LABEL_NAMES = ("label", "click", "clicked", "is_click", "target", "y", "conversion", "converted", "purchase", "rating")
 _POSITIVE = ("1", "true", "yes", "y", "click", "clicked", "positive")
 _DECIMAL_COMMA = re.compile(r"[+-]?(\d+|\d{1,3}(\.\d{3})+),\d+")
 _THOUSANDS = re.compile(r"[+-]?\d{1,3}(,\d{3})+(\.\d+)?")
-_MOST_CROSSES = 3  # that are named
+_MOST_SUGGESTED = 3  # bins and crosses that are named
 _CROSS_ROWS = 10  # that a pair of values needs for an id of its own, where a cross is named
 _LEFT_OUT = 0.05  # share of a numbering over several columns that may lie between two of them, unseen
 
@@ -103,7 +102,7 @@ def guess_schema(
         | {name: guesses[x.column or name].reason for found in features.values() for name, x in found.items()}
         | {f"schema.{key}": remark for key, remark in _remarks(first, has_time=time is not None, drift=drift).items()}
         | {"schema.label": reason}
-        | _crosses(verdict.crosses, features, list(guesses)),
+        | _suggestions(verdict, features, list(guesses)),
         dense=features["dense"],
         vectors=features["vectors"],
         categorical=features["categorical"],
@@ -202,20 +201,26 @@ def _features(guesses: Mapping[str, Guess], label: str) -> dict[str, dict[str, A
     return features
 
 
-def _crosses(
-    crosses: Sequence[Cross], features: Mapping[str, Mapping[str, Any]], columns: Sequence[str]
-) -> dict[str, str]:
-    """Commented lines of YAML for the best crosses, to be found at the end of the categorical features."""
+def _suggestions(verdict: Verdict, features: Mapping[str, Mapping[str, Any]], columns: Sequence[str]) -> dict[str, str]:
+    """Commented lines of YAML for the best bins and crosses, to be found at the end of the categorical features."""
     called = {feature.column or name: name for name, feature in features["categorical"].items()}
     names = [*(name for found in features.values() for name in found), *columns]
     taken = list(dict.fromkeys(map(feature_name, names)))
-    lines = []
-    for cross in crosses[:_MOST_CROSSES]:
+    found: list[tuple[str, dict[str, Any], str]] = []
+    for bins in verdict.bins[:_MOST_SUGGESTED]:
+        remark = (
+            f"held-out log loss in bins {short_loss(bins.in_bins)}, on a straight line {short_loss(bins.on_a_line)}"
+        )
+        found.append((f"{bins.column}_bins", {"column": bins.column, "edges": list(bins.edges)}, remark))
+    for cross in verdict.crosses[:_MOST_SUGGESTED]:
         parts = [called[column] for column in cross.columns]
-        *taken, name = told_apart([*taken, feature_name("_".join(parts))])
-        taken.append(name)
         remark = f"held-out log loss with it {short_loss(cross.together)}, of all without {short_loss(cross.apart)}"
-        lines.append(f"{yaml_on_a_line({name: {'cross': parts, 'min_count': _CROSS_ROWS}})[1:-1]}  # {remark}")
+        found.append(("_".join(parts), {"cross": parts, "min_count": _CROSS_ROWS}, remark))
+    names = told_apart([*taken, *(feature_name(name) for name, _, _ in found)])[len(taken) :]
+    lines = [
+        f"{yaml_on_a_line({name: options})[1:-1]}  # {remark}"
+        for name, (_, options, remark) in zip(names, found, strict=True)
+    ]
     return {"schema.categorical": "\n".join(lines)} if lines else {}
 
 

@@ -359,8 +359,10 @@ def _lines(schema: Schema) -> Iterator[str]:
     for key in FEATURES:
         columns = getattr(schema, key).items()
         lines = [(name, f"{yaml_on_a_line(name)}: {yaml_on_a_line(_changed(column))}") for name, column in columns]
+        suggested = schema.comments.get(f"schema.{key}", "").splitlines()
         yield from section(key, lines)
-        yield from (f"  # {line}" for line in schema.comments.get(f"schema.{key}", "").splitlines())
+        yield from (f"# {key}:" for _ in suggested[:1] if not lines)
+        yield from (f"  # {line}" if lines else f"#   {line}" for line in suggested)
     if schema.time is not None:
         yield f"time: {yaml_on_a_line(schema.time)}{remark(schema.time)}"
     yield from section("ignore", [(name, f"- {yaml_on_a_line(name)}") for name in schema.ignore])

@@ -17,6 +17,7 @@ GIVES_AWAY = "gives the label away"
 """How the reason starts for which such a column is ignored."""
 _LEAK = 0.99  # AUC above which a column by itself gives the label away
 _SKEWED = 10  # largest number over the typical one, from which on its logarithm may be the better feature
+_NUM_BINS = 16  # of a number that a straight line does not fit
 _SLOW = (4, 8)  # bins that follow a drift and not the hours of a day
 
 
@@ -38,18 +39,37 @@ class _Witness:
 
 
 @dataclass(frozen=True)
+class Bins:
+    """Bins of a number whose labels do not follow a straight line of it.
+
+    Args:
+        column: Its name.
+        edges: The least number of each bin but the first.
+        in_bins: Held-out log loss of a rate for each bin, in nats.
+        on_a_line: The same of a straight line through the number as it is transformed.
+    """
+
+    column: str
+    edges: tuple[float, ...]
+    in_bins: float
+    on_a_line: float
+
+
+@dataclass(frozen=True)
 class Verdict:
     """The judgement of the rows on the columns of a table.
 
     Args:
         guesses: What the columns are, with what the rows say among the reasons.
         drifts: A remark for each time whose labels drift.
-        crosses: Pairs of categorical columns that tell more together than apart.
+        crosses: Pairs of categorical columns that tell more together than apart, the best first.
+        bins: Numbers that tell more in bins than on a straight line, the best first.
     """
 
     guesses: Mapping[str, Guess]
     drifts: Mapping[str, str] = field(default_factory=dict)
     crosses: Sequence[Cross] = ()
+    bins: Sequence[Bins] = ()
 
 
 def judge(samples: Mapping[str, Sample], guesses: Mapping[str, Guess], labels: NDArray[np.float32]) -> Verdict:
@@ -94,7 +114,10 @@ def judge(samples: Mapping[str, Sample], guesses: Mapping[str, Guess], labels: N
         )
         judged[name] = replace(judged[name], reason=remark)
     categories = [name for name in features if judged[name].key == "categorical" or judged[name].ids is not None]
-    return Verdict(judged, drifts, find_crosses(heard, categories))
+    numbers = [name for name in features if judged[name].key == "dense" and judged[name].ids is None]
+    bins = [_bins(name, judged[name].options, features[name].evidence) for name in numbers]
+    found = sorted(filter(None, bins), key=lambda x: x.in_bins - x.on_a_line)
+    return Verdict(judged, drifts, find_crosses(heard, categories), found)
 
 
 def _easily_told(
@@ -182,6 +205,19 @@ def _with_logarithm(guess: Guess, evidence: ColumnEvidence) -> Guess:
     losses = f"log loss of a straight line {short_loss(evidence.loss(plain))}, of its logarithm"
     why = f"{guess.reason}; {losses} {short_loss(evidence.loss(logarithm))}"
     return replace(guess, options=Dense(transform="log" if better is logarithm else "none"), reason=why)
+
+
+def _bins(name: str, options: Dense, evidence: ColumnEvidence) -> Bins | None:
+    """The bins of a number, if they tell more than a straight line."""
+    x_V = evidence.numbers
+    if x_V is None or len(x_V) < 2:
+        return None
+    line = evidence.as_line(np.sign(x_V) * np.log1p(np.abs(x_V)) if options.transform == "log" else x_V)
+    bins, edges = evidence.as_bins(_NUM_BINS)
+    if not evidence.is_better(bins, line):
+        return None
+    rounded = tuple(dict.fromkeys(float(f"{edge:.6g}") for edge in edges))
+    return Bins(name, rounded, evidence.loss(bins), evidence.loss(line))
 
 
 def _drift(evidence: ColumnEvidence) -> str | None:

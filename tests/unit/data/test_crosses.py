@@ -1,9 +1,10 @@
-"""Pairs of columns that tell more together than apart are named in a guessed schema, and others are not."""
+"""Pairs of columns that tell more together, and numbers that tell more in bins, are named in a guessed schema."""
 
 import numpy as np
 import pandas as pd
 import pytest
 
+from lightning_recsys.data import TabularDataModule
 from lightning_recsys.data.tables.guessing import guess_schema
 from lightning_recsys.data.tables.schema import Schema
 
@@ -80,3 +81,36 @@ def test_crosses_when_many_are_worth_it_then_three_are_named_with_the_best_first
     lines = named(guessed(tmp_path / "rows.csv", rows))
     assert [line.split(":")[0] for line in lines[:2]] == ["# c2_c3", "# c4_c5"]
     assert len(lines) == 3
+
+
+def test_numbers_when_a_straight_line_does_not_fit_then_commented_lines_name_their_bins(tmp_path):
+    """In a table without categories, too, where the lines begin with the key."""
+    rng = np.random.default_rng(4)
+    age, price = rng.uniform(15, 90, 20_000), rng.lognormal(3, 1, 20_000)
+    odds = 2 - np.abs(age - 50) / 8 + np.log(price) - 3
+    rows = pd.DataFrame({"age": age.round(2), "price": price.round(2)})
+    rows["clicked"] = (rng.random(len(rows)) < 1 / (1 + np.exp(-odds))).astype(int)
+    text = guessed(tmp_path / "rows.csv", rows)
+    key, line = (line for line in text.splitlines() if line.startswith("#") and "Guessed" not in line)
+    assert key == "# categorical:"
+    assert line.startswith("#   age_bins: {column: age, edges: [")
+    assert "# held-out log loss in bins ." in line
+
+    text = text.replace("# categorical", "categorical").replace("#   age_bins", "  age_bins")
+    (tmp_path / "uncommented.yaml").write_text(text)
+    schema = Schema.from_yaml(tmp_path / "uncommented.yaml")
+    edges = schema.categorical["age_bins"].edges
+    assert edges == pytest.approx(np.quantile(age, np.arange(1, 16) / 16), abs=0.2)
+    data = TabularDataModule(schema=schema, cache=tmp_path / "cache")
+    data.setup()
+    assert data.fields == {"age_bins": 16 + 2}
+
+
+@pytest.mark.parametrize("slope", [0, 1])
+def test_numbers_when_a_straight_line_fits_then_have_no_bins(tmp_path, slope):
+    for seed in range(5):
+        rng = np.random.default_rng(seed)
+        number = rng.normal(0, 1, 10_000)
+        rows = pd.DataFrame({"x": number.round(4), "shop": [f"s{i}" for i in rng.integers(0, 9, 10_000)]})
+        rows["clicked"] = (rng.random(len(rows)) < 1 / (1 + np.exp(-slope * number))).astype(int)
+        assert "edges" not in guessed(tmp_path / "rows.csv", rows)

@@ -36,6 +36,8 @@ SCHEMA: dict[str, Any] = {
         "hour": {"column": "shown", "transform": "hour"},
         "day": {"column": "shown", "transform": "weekday"},
         "device": {},
+        "dear": {"column": "price", "edges": [3.5, 4.5, 9]},
+        "device_dear": {"cross": ["device", "dear"]},
         "device_hour": {"cross": ["device", "hour"]},
         "device_country": {"cross": ["device", "country"], "hash_buckets": 50},
     },
@@ -159,6 +161,9 @@ def test_rows_when_features_are_derived_then_each_is_what_a_scalar_version_makes
     def hour(row):
         return str(moment(row["shown"]).hour)
 
+    def dear(row):
+        return {"": None, "3": "0", "4.5": "2"}[row["price"]]
+
     def device_hour(row):
         return f"{row['device']}\x1f{hour(row)}"
 
@@ -166,10 +171,12 @@ def test_rows_when_features_are_derived_then_each_is_what_a_scalar_version_makes
         "hour": hour,
         "day": lambda row: str(moment(row["shown"]).weekday()),
         "device_hour": device_hour,
+        "dear": dear,
+        "device_dear": lambda row: f"{row['device']}\x1f{dear(row) or ''}" if row["device"] or dear(row) else None,
     }.items():
-        known = ids_by_count([[value(row)] for row in train])
+        known = {None: 1} | ids_by_count([[value(row)] for row in train])
         assert bags_of(batch.sparse, name) == [[known.get(value(row), 0)] for row in rows], name
-        assert data.fields[name] == len(known) + 2
+        assert data.fields[name] == len(known) + 1
     crossed = [
         hash_text(f"{row['device']}\x1f{row['country']}") % 50 + 1 if row["device"] or row["country"] else 0
         for row in rows
@@ -378,7 +385,7 @@ def test_rows_when_they_do_not_fit_then_says_file_row_and_column(tmp_path, table
             r"give the feature another name, and column: at",
         ),
         ({"categorical": {"x": {"cross": ["user"]}}}, r"x\.cross must list two or more different .*got user"),
-        ({"categorical": {"x": {"cross": ["a", "b"], "column": "c"}}}, r"x has cross beside column or transform"),
+        ({"categorical": {"x": {"cross": ["a", "b"], "column": "c"}}}, r"x has cross beside column, transform or edges"),
         (
             {"categorical": {"x": {"cross": ["a", "b"]}, "y": {"cross": ["x", "c"]}}},
             r"lists 'x', which is a cross itself",

@@ -98,6 +98,16 @@ def test_to_yaml_when_names_need_quotes_then_has_them(tmp_path):
         ({"missing": ["", False]}, r"schema\.missing must be a list of strings, got \['', False\]"),
         ({"categorical": {1: None}}, r"schema\.categorical: the column name 1 is no string"),
         ({"categorical": ["a.b", "a_b"]}, r"two of the columns a_b, a_b have the same name once dots"),
+        ({"categorical": {"a": {"edges": [2, 1]}}}, r"schema\.categorical\.a\.edges must increase, .* got 2\.0, 1\.0"),
+        ({"categorical": {"a": {"edges": ["x"]}}}, r"schema\.categorical\.a\.edges must be a list of numbers"),
+        (
+            {"categorical": {"a": {"edges": [1], "transform": "hour"}}},
+            r"schema\.categorical\.a has edges, of a number, and a transform of times",
+        ),
+        (
+            {"categorical": {"a": {"edges": [1], "cross": ["b", "c"]}}},
+            r"has cross beside column, transform or edges",
+        ),
         ({"dense": {"age": {"transform": "sqrt"}}}, r"schema\.dense\.age\.transform must be none or log, got 'sqrt'"),
         ({"dense": {"age": {"standardize": 1}}}, r"schema\.dense\.age\.standardize must be true or false, got 1"),
         ({"dense": {"age": {"fill": 1e39}}}, r"schema\.dense\.age\.fill must be mean or a number within 3.4e\+38"),
