@@ -385,7 +385,10 @@ def test_rows_when_they_do_not_fit_then_says_file_row_and_column(tmp_path, table
             r"give the feature another name, and column: at",
         ),
         ({"categorical": {"x": {"cross": ["user"]}}}, r"x\.cross must list two or more different .*got user"),
-        ({"categorical": {"x": {"cross": ["a", "b"], "column": "c"}}}, r"x has cross beside column, transform or edges"),
+        (
+            {"categorical": {"x": {"cross": ["a", "b"], "column": "c"}}},
+            r"x has cross beside column, transform or edges",
+        ),
         (
             {"categorical": {"x": {"cross": ["a", "b"]}, "y": {"cross": ["x", "c"]}}},
             r"lists 'x', which is a cross itself",
