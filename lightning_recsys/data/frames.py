@@ -95,7 +95,8 @@ def _reader_of_batches(tables: Iterator[pa.Table]) -> pa.RecordBatchReader:
     def batches() -> Iterator[pa.RecordBatch]:
         for table in chain([first], tables):
             try:
-                yield from table.cast(first.schema).to_batches()
+                # Rows in another order come as a chunk each, which would be a batch of the file each.
+                yield from table.cast(first.schema).combine_chunks().to_batches()
             except (pa.ArrowInvalid, ValueError) as error:
                 raise ValueError(f"later rows of the data set have other columns than the first: {error}") from error
 
