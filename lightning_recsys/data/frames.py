@@ -18,6 +18,7 @@ from pyarrow.interchange import from_dataframe
 
 _BATCH_ROWS = 1 << 16
 _KEPT_SECONDS = 7 * 24 * 3600.0  # since a file was last used
+_UNTYPED = "a stream whose rows lack values has no types: make a Dataset of it, as Dataset.from_list(list(stream))"
 _PRIVATE = 0o700  # as the rows that are made of it
 
 
@@ -86,19 +87,24 @@ def _reader_of_batches(tables: Iterator[pa.Table]) -> pa.RecordBatchReader:
     """Tables that come one after the other, as Hugging Face's data sets give their rows, chosen and shuffled ones too.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is none, or they do not fit together.
     """
-    first = next(tables, None)
+    try:
+        first = next(tables, None)
+    except pa.ArrowException as error:
+        raise ValueError(f"{_UNTYPED}: {error}") from error
     if first is None:
         raise ValueError("the data set has no rows.")
 
     def batches() -> Iterator[pa.RecordBatch]:
-        for table in chain([first], tables):
-            try:
+        try:
+            for table in chain([first], tables):
                 # Rows in another order come as a chunk each, which would be a batch of the file each.
                 yield from table.cast(first.schema).combine_chunks().to_batches()
-            except (pa.ArrowInvalid, ValueError) as error:
-                raise ValueError(f"later rows of the data set have other columns than the first: {error}") from error
+        except (pa.ArrowException, ValueError) as error:
+            raise ValueError(
+                f"later rows of the data set have other columns than the first. {_UNTYPED}: {error}"
+            ) from error
 
     return pa.RecordBatchReader.from_batches(first.schema, batches())
 

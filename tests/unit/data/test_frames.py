@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -53,7 +53,7 @@ class Exchanged:
 class Streamed:
     """The two methods by which a data set of Hugging Face gives its rows as tables, in pieces of its own size."""
 
-    def __init__(self, tables: list[pa.Table], format: str = "python") -> None:
+    def __init__(self, tables: Iterable[pa.Table], format: str = "python") -> None:
         self._tables, self._format = tables, format
 
     def with_format(self, kind: str) -> Streamed:
