@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,7 +45,7 @@ class OptunaSearch(Sweeper):
         n_trials: Number of trials in all, failed ones included.
         n_jobs: Number of trials that are proposed together, for launchers that run several jobs at a time.
         sampler: Name of a class of ``optuna.samplers``.
-        seed: Fixes the proposals.
+        seed: Makes the same command propose the same settings; ``None`` for others each time.
         params: What is searched by default, by key, as it would stand behind ``key=`` on the command line, where a
             fixed value for a key takes it out of the search.
     """
@@ -72,10 +73,12 @@ class OptunaSearch(Sweeper):
         Raises:
             ModuleNotFoundError: Optuna is not installed.
             ValueError: nothing is to be searched, or a range is none; or the folder has a search for other settings.
-            SystemExit: no trial succeeded.
+            SystemExit: the folder has as many trials as asked for, and each of them failed.
         """
         assert self.config is not None
         assert self.launcher is not None
+        if find_spec("optuna") is None:
+            raise ModuleNotFoundError('a search needs Optuna: pip install "lightning-recsys[sweeps]"')
         fixed, space = self._space(arguments)
         folder = Path(self.config.hydra.sweep.dir)
         folder.mkdir(parents=True, exist_ok=True)
@@ -109,15 +112,12 @@ class OptunaSearch(Sweeper):
         """The search that the folder has, or a new one.
 
         Raises:
-            ModuleNotFoundError: Optuna is not installed.
             ValueError: the search there was for other settings, or in another direction.
         """
-        try:
-            import optuna
-            from optuna.storages import JournalStorage
-            from optuna.storages.journal import JournalFileBackend
-        except ModuleNotFoundError as error:
-            raise ModuleNotFoundError(f'{error}. A search needs: pip install "lightning-recsys[sweeps]"') from error
+        import optuna
+        from optuna.storages import JournalStorage
+        from optuna.storages.journal import JournalFileBackend
+
         if not hasattr(optuna.samplers, self._sampler):
             raise ValueError(f"hydra.sweeper.sampler: optuna.samplers has no class {self._sampler!r}.")
         optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -130,8 +130,10 @@ class OptunaSearch(Sweeper):
         for trial in study.get_trials(states=(optuna.trial.TrialState.RUNNING,)):
             study.tell(trial.number, state=optuna.trial.TrialState.FAIL)
         if study.trials:
-            before = dict(study.trials[0].distributions)
-            if before != dict(space):
+            before = max((dict(trial.distributions) for trial in study.trials), key=len)
+            # A kill while the very first trial was proposed leaves one that lacks settings.
+            begun = len(study.trials) == 1 and all(space.get(key) == values for key, values in before.items())
+            if before != dict(space) and not begun:
                 raise ValueError(
                     f"{folder} has a search over {_told(before)}, not {_told(space)}: name another folder."
                 )

@@ -61,6 +61,17 @@ def test_search_when_it_is_killed_in_a_trial_then_the_next_command_does_the_othe
     assert len(set(lrs)) == 3  # the sampler does not begin again with its first proposal
 
 
+def test_search_when_killed_while_its_first_trial_was_proposed_then_goes_on(run_forked, tmp_path):
+    """The journal has a trial then, and not all of its settings, or none."""
+    (tmp_path / "out").mkdir()
+    storage = JournalStorage(JournalFileBackend(str(tmp_path / "out/search.journal")))
+    optuna.create_study(storage=storage, study_name="search").ask()
+    search = ("hparams_search=optuna", "hydra.sweeper.n_trials=2", "hydra.sweep.dir=out")
+    done = run_forked("train.py", *search, *TINY, *QUIET, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert [row["job"] for row in compared(tmp_path / "out")] == ["1"]
+
+
 def test_search_when_all_trials_fail_or_it_makes_no_sense_then_says_so(run_forked, tmp_path):
     search = ("hparams_search=optuna", *TINY, *QUIET, "hydra.sweep.dir=out", "hydra.sweeper.n_trials=2")
     failing = "hydra.sweeper.params={optim.dense.lr: 'choice(1e38,2e38)'}"

@@ -26,7 +26,7 @@ class Cross:
     """A pair of columns whose values together tell what neither tells alone.
 
     Args:
-        columns: Their names.
+        columns: The two categorical columns, as the table calls them.
         together: Held-out log loss of all columns and the pair, in nats.
         apart: The same without the pair.
     """

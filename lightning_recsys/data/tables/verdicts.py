@@ -43,7 +43,7 @@ class Bins:
     """Bins of a number whose labels do not follow a straight line of it.
 
     Args:
-        column: Its name.
+        column: The column of the number, as the table calls it.
         edges: The least number of each bin but the first.
         in_bins: Held-out log loss of a rate for each bin, in nats.
         on_a_line: The same of a straight line through the number as it is transformed.
