@@ -21,6 +21,7 @@ import torch
 from benchmarks.harness.apart import Apart
 from benchmarks.harness.bars import Bar, Bars
 from benchmarks.harness.estimates import trimmed_mean
+from benchmarks.harness.job_training import StepTimes
 from benchmarks.harness.quadruples import Quadruples
 from benchmarks.harness.report import Curves, Drawn, fill, markdown, show
 from benchmarks.harness.turns import Measurement, Stopped, Turn, in_turns
@@ -138,6 +139,39 @@ def test_rates_then_each_clock_has_its_own_cost():
         assert estimate.standard_error == pytest.approx(0.0, abs=1e-9)
     blocks.forget()
     assert len(blocks) == 0
+
+
+class Looking(StepTimes):
+    """Looks whether training is over after a step, and times none."""
+
+    def __init__(self, folder: Path, *, rank: int, asynchronous: bool) -> None:
+        super().__init__(folder, asker=os.getpid())
+        strategy = SimpleNamespace(asynchronous=asynchronous)
+        self._run = {"world_size": 2, "is_global_zero": rank == 0, "global_rank": rank, "strategy": strategy}
+
+    def is_last(self, step: int) -> bool:
+        return self.is_over(SimpleNamespace(global_step=step, **self._run))
+
+
+def test_end_of_a_job_when_one_worker_in_step_hears_of_it_first_then_all_end_at_one_step(tmp_path):
+    first, second = (Looking(tmp_path, rank=rank, asynchronous=False) for rank in range(2))
+    assert not first.is_last(7)
+    (tmp_path / "stop").touch()
+    assert not second.is_last(7)  # the first one is at its eighth step, and waits there for the second one
+    assert not first.is_last(8)
+    assert not second.is_last(8)
+    assert not second.is_last(9)
+    assert not first.is_last(9)
+    assert first.is_last(10)
+    assert second.is_last(10)
+
+
+def test_end_of_a_job_when_workers_are_free_then_each_ends_where_it_hears_of_it(tmp_path):
+    first, second = (Looking(tmp_path, rank=rank, asynchronous=True) for rank in range(2))
+    assert not first.is_last(7)
+    (tmp_path / "stop").touch()
+    assert second.is_last(3)
+    assert first.is_last(8)
 
 
 def test_trimmed_mean_then_value_and_error_are_those_of_the_formula():

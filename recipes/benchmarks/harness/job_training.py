@@ -56,7 +56,9 @@ def make_strategy(name: str, **arguments: Any) -> Any:
 class StepTimes(pl.Callback):
     """Writes the time of every step of this process into a folder, and in the end what the strategy tells.
 
-    Training ends when there is a file ``stop``, or the process that asked for it is gone.
+    Training ends when there is a file ``stop``, or the process that asked for it is gone. Workers that go in step end
+    at the same step: the first one says which, before it begins the step before that. One that ended as soon as it saw
+    the file would leave another, which looked a moment earlier, at a collective of the next step.
     """
 
     def __init__(self, folder: Path, *, asker: int) -> None:
@@ -72,7 +74,14 @@ class StepTimes(pl.Callback):
 
     def is_over(self, trainer: pl.Trainer) -> bool:
         """Whether this step is the last one."""
-        return (self.folder / "stop").exists() or not self.asker.exists()
+        asked = (self.folder / "stop").exists() or not self.asker.exists()
+        if trainer.world_size == 1 or getattr(trainer.strategy, "asynchronous", False):
+            return asked
+        last = self.folder / "last"
+        if asked and trainer.is_global_zero and not last.exists():
+            (self.folder / "last.new").write_text(str(trainer.global_step + 2))
+            (self.folder / "last.new").rename(last)
+        return last.exists() and trainer.global_step >= int(last.read_text())
 
     def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
         self._file.close()

@@ -24,20 +24,10 @@ MODELS: dict[str, Callable[..., torch.nn.Module]] = {"LR": LogisticRegression, "
 
 
 class SentBytes(CountedSteps):
-    """Counted are seconds, and bytes and packets that the network interface had sent by then.
-
-    Processes go in step, so they end at the same step: the first one says which, before it begins the step before that.
-    """
+    """Counted are seconds, and bytes and packets that the network interface had sent by then."""
 
     def counted(self, trainer: pl.Trainer) -> Sequence[float]:
         return time.monotonic(), *counted_by(os.environ["GLOO_SOCKET_IFNAME"])[:2]
-
-    def is_over(self, trainer: pl.Trainer) -> bool:
-        last = self.folder / "last"
-        if trainer.global_rank == 0 and super().is_over(trainer) and not last.exists():
-            (self.folder / "last.new").write_text(str(trainer.global_step + 2))
-            (self.folder / "last.new").rename(last)
-        return last.exists() and trainer.global_step >= int(last.read_text())
 
 
 def make_model(name: str, rows: Rows, *, device: str | None = None) -> torch.nn.Module:

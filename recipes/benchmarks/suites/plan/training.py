@@ -11,7 +11,6 @@ from benchmarks.harness.job_training import StepTimes
 from benchmarks.harness.ours import MODELS, TaskAlone
 from benchmarks.harness.trainer import quiet_trainer
 from benchmarks.harness.workload import Workload
-from benchmarks.suites.des.training import SentBytes
 from benchmarks.suites.het.training import CrossedBytes, running
 
 from lightning_recsys.data import SyntheticDataModule
@@ -76,8 +75,6 @@ def train(
     times: StepTimes = StepTimes(folder, asker=asker)
     if interface is not None:
         times = CrossedBytes(folder, asker=asker, interface=interface)
-    elif num_nodes > 1:  # those in step end at the same step
-        times = SentBytes(folder, asker=asker)
     with running(server) as endpoint:
         served = {} if endpoint is None else {"servers": [endpoint], "key_file": key_file, "transport": "tcp"}
         strategy = METHODS[method].make(num_nodes, **served)
