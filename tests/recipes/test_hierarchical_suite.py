@@ -134,7 +134,7 @@ def test_compressions_then_the_strategy_takes_them(name):
 def test_waits_when_the_end_is_asked_for_then_stops(tmp_path):
     (tmp_path / "stop").touch()
     waits = training.Waits(tmp_path, asker=1)
-    trainer = SimpleNamespace(global_rank=0, global_step=training.WARM_STEPS, should_stop=False)
+    trainer = SimpleNamespace(global_rank=0, world_size=1, global_step=training.WARM_STEPS, should_stop=False)
     waits.on_train_start(trainer)
     waits.on_train_batch_end(trainer)
     assert trainer.should_stop

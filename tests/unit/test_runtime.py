@@ -32,6 +32,7 @@ def test_number_of_threads_when_below_one_then_refused():
 
 
 FREED = """
+import resource
 import torch
 from lightning_recsys.runtime import configure_worker
 
