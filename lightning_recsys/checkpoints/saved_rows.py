@@ -6,6 +6,7 @@ import math
 import mmap
 import os
 import struct
+import warnings
 import zipfile
 from collections import deque
 from tempfile import TemporaryFile
@@ -13,7 +14,6 @@ from typing import BinaryIO, cast
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_recsys.checkpoints.files import open_own_file, read_pieces
@@ -39,7 +39,8 @@ class SavedRows:
     Raises:
         FileNotFoundError: no checkpoint lies there.
         KeyError: the checkpoint has no such tensor.
-        ValueError: it is cut otherwise than between rows, or is not float32; nothing here writes such a one.
+        ValueError: it is cut otherwise than between rows, or is neither float32 nor bfloat16; nothing here writes such
+            a one.
         DamagedCheckpointError: the list of its tensors is damaged.
     """
 
@@ -51,15 +52,17 @@ class SavedRows:
         self.shape = torch.Size(saved.shape)
         self._chunks = sorted(saved.chunks, key=lambda chunk: chunk.offsets)
         self._starts = np.array([chunk.offsets[0] for chunk in self._chunks])
-        self._mapped: dict[int, NDArray[np.float32]] = {}
-        if saved.dtype != torch.float32 or any(chunk.shape[1:] != saved.shape[1:] for chunk in self._chunks):
+        self._mapped: dict[int, Tensor] = {}
+        if saved.dtype not in (torch.float32, torch.bfloat16) or any(
+            chunk.shape[1:] != saved.shape[1:] for chunk in self._chunks
+        ):
             raise ValueError(
-                f"{self._version.checkpoint}: {key!r} is {saved.dtype} in chunks that are not whole rows, not float32"
-                " rows."
+                f"{self._version.checkpoint}: {key!r} is {saved.dtype} in chunks that are not whole rows, not rows"
+                " of float32 or bfloat16."
             )
 
     def take(self, rows: Tensor) -> Tensor:
-        """The rows with these numbers (int64, shape ``[U]``), in that order.
+        """The rows with these numbers (int64, shape ``[U]``), in that order, as float32.
 
         Raises:
             DamagedCheckpointError: the file is missing, too short, or other bytes than were written.
@@ -67,13 +70,12 @@ class SavedRows:
         rows_U = rows.numpy()
         chunk_U = np.searchsorted(self._starts, rows_U, side="right") - 1
         values = torch.empty(len(rows_U), *self.shape[1:])
-        target = values.numpy()
         for number in np.unique(chunk_U).tolist():
-            places = np.flatnonzero(chunk_U == number)
-            target[places] = self._map(number)[rows_U[places] - self._starts[number]]
+            places = torch.from_numpy(np.flatnonzero(chunk_U == number))
+            values[places] = self._map(number)[rows[places] - int(self._starts[number])].float()
         return values
 
-    def _map(self, number: int) -> NDArray[np.float32]:
+    def _map(self, number: int) -> Tensor:
         if number not in self._mapped:
             chunk, folder = self._chunks[number], self._version.folder
             # All pieces are compared with their sum, on their way.
@@ -88,16 +90,20 @@ class SavedRows:
                 with open_own_file(folder / chunk.stretch.file) as own:
                     end = chunk.stretch.start + chunk.stretch.length
                     mapped = mmap.mmap(own.fileno(), end, access=mmap.ACCESS_READ)
-            values = np.frombuffer(mapped, np.float32, math.prod(chunk.shape), _start_of_values(mapped, chunk))
-            self._mapped[number] = values.reshape(chunk.shape)
+            dtype, size = self._saved.dtype, math.prod(chunk.shape)
+            start = _start_of_values(mapped, chunk, dtype)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)  # torch has no tensors that cannot be written to
+                values = torch.frombuffer(mapped, dtype=dtype, count=size, offset=start)
+            self._mapped[number] = values.view(chunk.shape)
         return self._mapped[number]
 
 
-def _start_of_values(mapped: mmap.mmap, chunk: SavedChunk) -> int:
+def _start_of_values(mapped: mmap.mmap, chunk: SavedChunk, dtype: torch.dtype) -> int:
     """Where the values of the chunk begin that a mapping ends with: ``torch.save`` makes a ZIP file, not compressed."""
     archive = zipfile.ZipFile(cast(BinaryIO, mapped))  # whose places count from the start of the mapping
     (entry,) = (entry for entry in archive.infolist() if entry.filename.endswith("/data/0"))
     assert entry.compress_type == zipfile.ZIP_STORED
-    assert entry.file_size == 4 * int(np.prod(chunk.shape))
+    assert entry.file_size == dtype.itemsize * math.prod(chunk.shape)
     name_length, extra_length = struct.unpack_from("<HH", mapped, entry.header_offset + _NAME_LENGTHS)
     return entry.header_offset + _HEADER_BYTES + int(name_length) + int(extra_length)

@@ -88,6 +88,7 @@ class StoredRows:
         rank: The number of this process among those that share the work, from 0.
         world_size: The number of processes that share the work.
         optional: The states that a checkpoint may lack; they are then those of new rows.
+        weight_dtype: The dtype of ``weight``; states are float32.
     """
 
     tables: tuple[str, ...]
@@ -99,6 +100,7 @@ class StoredRows:
     rank: int = 0
     world_size: int = 1
     optional: Set[str] = frozenset()
+    weight_dtype: torch.dtype = torch.float32
 
     def to_save(self, prefix: str) -> dict[str, Tensor | StoredTensor]:
         """The tensors that this process saves, by keys of the state dict."""
@@ -117,7 +119,7 @@ class StoredRows:
         return {
             f"{prefix}.{table}.{name}": StoredTensor(
                 shape=torch.Size((ids.numel(), *shape)),
-                dtype=torch.float32,
+                dtype=self.weight_dtype if name == "weight" else torch.float32,
                 read=partial(self._read_stretch, table, name, ids),
                 write=partial(self._write_stretch, table, name, ids),
                 rank=rank,

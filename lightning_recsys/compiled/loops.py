@@ -47,7 +47,7 @@ SOON = AHEAD // 2
 """The same for what is found through something that was asked for ``AHEAD`` of its use."""
 
 
-_FLOATS_PER_LINE = 16  # a cache line is 64 bytes on x86 and most of ARM; a wrong guess costs a little time only
+_LINE_BYTES = 64  # of a cache line on x86 and most of ARM; a wrong guess costs a little time only
 
 
 def _prefetch_call(typing_context, array, position):  # noqa: ANN001, ANN202
@@ -70,6 +70,6 @@ prefetch: Any = intrinsic(_prefetch_call)
 
 @compile_loop
 def prefetch_row(rows, row):  # noqa: ANN001, ANN201
-    """Ask for a row of a contiguous float32 ``[R, D]``; any number is allowed, a wrong one only wastes the effort."""
-    for d in range(0, rows.shape[1], _FLOATS_PER_LINE):
+    """Ask for a row of a contiguous ``[R, D]``; any number is allowed, a wrong one only wastes the effort."""
+    for d in range(0, rows.shape[1], _LINE_BYTES // rows.itemsize):
         prefetch(rows, row * rows.shape[1] + d)

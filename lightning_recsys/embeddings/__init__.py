@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from lightning_recsys.embeddings.backend import Backend, LocalBackend, TableBackend
-from lightning_recsys.embeddings.config import EmbeddingBagConfig, PoolingType
+from lightning_recsys.embeddings.config import EmbeddingBagConfig, PoolingType, RowDtype
 from lightning_recsys.embeddings.kernels import KernelName
 from lightning_recsys.embeddings.read_only import ReadOnlyRows
 from lightning_recsys.embeddings.sparse_features import SparseFeatures
@@ -25,6 +25,7 @@ __all__ = [
     "LocalBackend",
     "PoolingType",
     "ReadOnlyRows",
+    "RowDtype",
     "SparseFeatures",
     "TableBackend",
     "Ticket",

@@ -73,6 +73,9 @@ def row_shapes(layout: TableLayout, optimizer: RowOptimizer) -> dict[str, tuple[
     return {name: tuple(x.shape[1:]) for name, x in {"weight": row, **optimizer.initial_state(row)}.items()}
 
 
+_BLOCK_ROWS = 1 << 20  # of bfloat16 rows that are made by way of float32 ones, so many at a time
+
+
 class TableBackend(Backend):
     """A backend whose rows can be read and written, table by table; its state dict follows from that.
 
@@ -94,6 +97,11 @@ class TableBackend(Backend):
         self.layout = layout
         self.optimizer = optimizer
         self.row_shapes = row_shapes(layout, optimizer)
+        self.weight_dtype = layout.dtype
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """The dtype of ``weight``, or of a state by its name."""
+        return self.weight_dtype if name == "weight" else torch.float32
 
     @property
     def is_meta(self) -> bool:
@@ -139,11 +147,13 @@ class TableBackend(Backend):
         self.step = other.step
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        if fn(torch.empty(0)).dtype != torch.float32:
-            raise TypeError(
-                "embedding rows are trained in float32 and cannot be cast. For mixed precision use "
-                "Trainer(precision='bf16-mixed'), which leaves parameters alone."
-            )
+        for dtype in {self.weight_dtype, torch.float32}:
+            if (cast := fn(torch.empty(0, dtype=dtype)).dtype) != dtype:
+                raise TypeError(
+                    f"embedding rows are kept as they were made, and cannot be cast ({dtype} to {cast}). For mixed "
+                    "precision use Trainer(precision='bf16-mixed'), which leaves parameters alone; for rows in half "
+                    "the bytes make the tables with dtype='bfloat16'."
+                )
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
 
@@ -236,12 +246,12 @@ class LocalBackend(TableBackend):
         num_rows = layout.num_rows
         if device is not None and torch.device(device).type == "meta":  # has no rows, and is to have a number of bytes
             num_rows = min(num_rows, 2**60 // layout.embedding_dim)
-        rows = torch.empty(num_rows, layout.embedding_dim, device=device)
+        rows = torch.empty(num_rows, layout.embedding_dim, device=device, dtype=layout.dtype)
         self.rows = nn.Parameter(rows, requires_grad=False)
         # Chosen at once, so that a name that cannot serve these tables fails here and not in the first batch.
         self.kernel: Kernel = self._choose_kernel()
         self._draw_rows()
-        state = optimizer.initial_state(self.rows.data)
+        state = self._initial_state()
         self._state_names = tuple(state)
         for name, tensor in state.items():
             self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
@@ -265,10 +275,29 @@ class LocalBackend(TableBackend):
         for table in self.layout.tables:
             rows = self.read(table.name, "weight")
             generator = None if seed is None else torch.Generator().manual_seed(seed ^ crc32(table.name.encode()))
-            if table.init_std:
+            if not table.init_std:
+                rows.zero_()
+            elif rows.dtype == torch.float32:
                 rows.normal_(0.0, table.init_std, generator=generator)
             else:
-                rows.zero_()
+                for block in torch.split(rows, _BLOCK_ROWS):
+                    drawn = torch.empty(block.shape, device=block.device)
+                    block.copy_(drawn.normal_(0.0, table.init_std, generator=generator))
+
+    def _initial_state(self) -> dict[str, Tensor]:
+        rows = self.rows.data
+        if rows.dtype == torch.float32 or len(rows) <= _BLOCK_ROWS or self.is_meta:
+            return self.optimizer.initial_state(rows.float())
+        state = {
+            name: torch.empty(len(rows), *shape, device=rows.device)
+            for name, shape in self.row_shapes.items()
+            if name != "weight"
+        }
+        for first in range(0, len(rows), _BLOCK_ROWS):
+            block = rows[first : first + _BLOCK_ROWS]
+            for name, values in self.optimizer.initial_state(block.float()).items():
+                state[name][first : first + len(block)] = values
+        return state
 
     def keep(self, tables: Sequence[EmbeddingBagConfig]) -> TableBackend:
         """A backend with copies of some tables' rows; without rows where there are none (:meth:`make_rows`)."""
@@ -284,9 +313,9 @@ class LocalBackend(TableBackend):
 
     def make_rows(self, *, seed: int, device: torch.device) -> None:
         """Make the rows that are not there: of each table the same ones, whatever other tables are here."""
-        self._hold(torch.empty(self.layout.num_rows, self.layout.embedding_dim))
+        self._hold(torch.empty(self.layout.num_rows, self.layout.embedding_dim, dtype=self.weight_dtype))
         self._draw_rows(seed)
-        for name, state in self.optimizer.initial_state(self.rows.data).items():
+        for name, state in self._initial_state().items():
             self._hold(state, name)
         self.to(device)
 
@@ -345,6 +374,7 @@ class NoTables(TableBackend):
     def __init__(self, whole: LocalBackend) -> None:
         nn.Module.__init__(self)
         self.layout, self.optimizer, self.row_shapes = TableLayout(()), whole.optimizer, whole.row_shapes
+        self.weight_dtype = whole.weight_dtype
         self.step = whole.step
 
     def lookup(self, sparse: SparseFeatures) -> tuple[Tensor, Ticket]:  # noqa: D102 - inherited

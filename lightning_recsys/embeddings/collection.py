@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_recsys.embeddings.backend import Backend, LocalBackend, TableBackend
-from lightning_recsys.embeddings.config import EmbeddingBagConfig, PoolingType
+from lightning_recsys.embeddings.config import EmbeddingBagConfig, PoolingType, RowDtype
 from lightning_recsys.embeddings.int64_ids import NUM_IDS, are_below, as_int64, as_int64s
 from lightning_recsys.embeddings.kernels import KernelName, TableLayout
 from lightning_recsys.embeddings.sparse_features import SparseFeatures, bags_cover_ids, ids_are_inside
@@ -28,7 +28,8 @@ class EmbeddingOptions(TypedDict, total=False):
     """The options that a model passes on to its collections.
 
     ``row_optimizer`` trains the rows, ``first_order_optimizer`` those of width-1 tables (default: the same);
-    ``kernel``, ``check_ids`` and ``device`` as in :class:`EmbeddingBagCollection`; ``pooling`` of multi-hot fields.
+    ``kernel``, ``check_ids`` and ``device`` as in :class:`EmbeddingBagCollection`; ``pooling`` of multi-hot fields;
+    ``dtype`` in which rows are kept, as in :class:`EmbeddingBagConfig`.
     """
 
     row_optimizer: RowOptimizer
@@ -37,6 +38,7 @@ class EmbeddingOptions(TypedDict, total=False):
     check_ids: bool
     pooling: PoolingType
     device: str | None
+    dtype: RowDtype
 
 
 class EmbeddingBagCollection(nn.Module):
@@ -48,7 +50,7 @@ class EmbeddingBagCollection(nn.Module):
     runs inside the backward pass or, once :meth:`attach_to` has named an optimizer, at that optimizer's step.
 
     Args:
-        tables: The tables; all of one ``embedding_dim``. (Use one collection per width.)
+        tables: The tables; all of one ``embedding_dim`` and ``dtype``. (Use one collection per width.)
         optimizer: The update rule of the rows.
         kernel: ``fbgemm``, ``numba``, ``torch``, or ``auto`` for the fastest that can serve these tables.
         check_ids: Check every id and every bag before any memory is touched. Without it a wrong one reads and writes
@@ -61,7 +63,8 @@ class EmbeddingBagCollection(nn.Module):
         - output: float32 ``[B, F, D]``, features in the order of the tables' ``feature_names``.
 
     Raises:
-        ValueError: no table, tables of several widths, a name used twice, or a kernel that cannot serve the tables.
+        ValueError: no table, tables of several widths or dtypes, a name used twice, or a kernel that cannot serve
+            them.
 
     State dict: ``embedding_bags.<table>.weight`` ``[N, D]``, beside it the optimizer's state
     (``embedding_bags.<table>.sum``, ...), the same for every kernel.
@@ -437,6 +440,11 @@ def _check_tables(tables: Sequence[EmbeddingBagConfig]) -> None:
     if len(dims) > 1:
         raise ValueError(
             f"tables of one collection must share an embedding_dim, got {dims}: use one collection for each."
+        )
+    if len({table.dtype for table in tables}) > 1:
+        raise ValueError(
+            f"tables of one collection must share a dtype, got {[f'{x.name}: {x.dtype}' for x in tables]}: use one "
+            "collection for each."
         )
     if (num_ids := sum(table.num_embeddings for table in tables)) > NUM_IDS:
         raise ValueError(

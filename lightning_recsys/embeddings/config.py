@@ -15,6 +15,13 @@ class PoolingType(StrEnum):
     MEAN = "mean"
 
 
+class RowDtype(StrEnum):
+    """What rows are kept in: float32, or bfloat16 in half the bytes. They are computed with in float32 in both."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+
+
 @dataclass(frozen=True)
 class EmbeddingBagConfig:
     """One embedding table and the features that look it up.
@@ -29,9 +36,12 @@ class EmbeddingBagConfig:
         pooling: ``sum`` or ``mean``. The mean divides by the number of ids in the bag, also where they are weighted.
         init_std: Rows start normally distributed around 0 with this deviation. Small on purpose: rows drawn from
             N(0, 1), the default of ``torch.nn.Embedding``, drive DeepFM's backward pass into denormal numbers.
+        dtype: ``float32`` or ``bfloat16``, in which the rows are kept; an update of the latter is rounded
+            stochastically (:mod:`lightning_recsys.compiled.bfloat16`). The state of their optimizer is float32.
 
     Raises:
-        ValueError: a number is not positive, there are more ids than int64 has, no feature, or the pooling is unknown.
+        ValueError: a number is not positive, there are more ids than int64 has, no feature, or the pooling or the
+            dtype is unknown.
     """
 
     name: str
@@ -40,10 +50,12 @@ class EmbeddingBagConfig:
     feature_names: tuple[str, ...]
     pooling: PoolingType = PoolingType.SUM
     init_std: float = 0.01
+    dtype: RowDtype = RowDtype.FLOAT32
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "feature_names", tuple(self.feature_names))
         object.__setattr__(self, "pooling", PoolingType(self.pooling))
+        object.__setattr__(self, "dtype", RowDtype(self.dtype))
         if self.num_embeddings < 1 or self.embedding_dim < 1:
             raise ValueError(
                 f"table {self.name!r}: num_embeddings and embedding_dim must be at least 1, "

@@ -15,34 +15,38 @@ from collections.abc import Callable
 import numpy as np
 from torch import Tensor
 
+from lightning_recsys.compiled.bfloat16 import as_loop_array, noise_of, number_at, put_number
 from lightning_recsys.compiled.loops import AHEAD, compile_loop, compile_rule, prefetch, prefetch_row
 from lightning_recsys.optim.row_optimizers import RowAdagrad, RowAdam, RowFTRL, RowOptimizer, RowSGD, RowWiseAdagrad
 from lightning_recsys.optim.swap import RowSWAP, catch_up
 
 
 @compile_rule
-def _sgd(touched, grads, rows, lr):  # noqa: ANN001, ANN202
+def _sgd(touched, grads, update, rows, lr):  # noqa: ANN001, ANN202
     last = touched.shape[0] - 1
     for i in range(touched.shape[0]):
         prefetch_row(rows, touched[min(i + AHEAD, last)])
         row = touched[i]
+        noise = noise_of(rows, row, update)
         for d in range(rows.shape[1]):
-            rows[row, d] -= lr * grads[i, d]
+            put_number(rows, row, d, number_at(rows, row, d) - lr * grads[i, d], noise)
 
 
 @compile_rule
-def _adagrad(touched, grads, rows, sums, lr, eps):  # noqa: ANN001, ANN202
+def _adagrad(touched, grads, update, rows, sums, lr, eps):  # noqa: ANN001, ANN202
     last = touched.shape[0] - 1
     for i in range(touched.shape[0]):
         coming = touched[min(i + AHEAD, last)]
         prefetch_row(rows, coming)
         prefetch_row(sums, coming)
         row = touched[i]
+        noise = noise_of(rows, row, update)
         for d in range(rows.shape[1]):
             gradient = grads[i, d]
             total = sums[row, d] + gradient * gradient
             sums[row, d] = total
-            rows[row, d] -= lr * gradient / (np.sqrt(total) + eps)
+            value = number_at(rows, row, d) - lr * gradient / (np.sqrt(total) + eps)
+            put_number(rows, row, d, value, noise)
 
 
 @compile_loop
@@ -55,7 +59,7 @@ def sum_of_squares(grads, i):  # noqa: ANN001, ANN201
 
 
 @compile_rule
-def _rowwise_adagrad(touched, grads, rows, sums, lr, eps):  # noqa: ANN001, ANN202
+def _rowwise_adagrad(touched, grads, update, rows, sums, lr, eps):  # noqa: ANN001, ANN202
     dim, last = rows.shape[1], touched.shape[0] - 1
     for i in range(touched.shape[0]):
         coming = touched[min(i + AHEAD, last)]
@@ -65,12 +69,13 @@ def _rowwise_adagrad(touched, grads, rows, sums, lr, eps):  # noqa: ANN001, ANN2
         total = sums[row] + sum_of_squares(grads, i) / np.float32(dim)
         sums[row] = total
         scale = lr / (np.sqrt(total) + eps)
+        noise = noise_of(rows, row, update)
         for d in range(dim):
-            rows[row, d] -= scale * grads[i, d]
+            put_number(rows, row, d, number_at(rows, row, d) - scale * grads[i, d], noise)
 
 
 @compile_loop
-def _adam(touched, grads, rows, exp_avg, exp_avg_sq, rate, root_correction, beta1, gain1, beta2, gain2, eps):  # noqa: ANN001, ANN202
+def _adam(touched, grads, update, rows, exp_avg, exp_avg_sq, rate, root_correction, beta1, gain1, beta2, gain2, eps):  # noqa: ANN001, ANN202
     last = touched.shape[0] - 1
     for i in range(touched.shape[0]):
         coming = touched[min(i + AHEAD, last)]
@@ -78,17 +83,19 @@ def _adam(touched, grads, rows, exp_avg, exp_avg_sq, rate, root_correction, beta
         prefetch_row(exp_avg, coming)
         prefetch_row(exp_avg_sq, coming)
         row = touched[i]
+        noise = noise_of(rows, row, update)
         for d in range(rows.shape[1]):
             gradient = grads[i, d]
             first = beta1 * exp_avg[row, d] + gain1 * gradient
             second = beta2 * exp_avg_sq[row, d] + gain2 * gradient * gradient
             exp_avg[row, d] = first
             exp_avg_sq[row, d] = second
-            rows[row, d] -= rate * first / (np.sqrt(second) / root_correction + eps)
+            value = number_at(rows, row, d) - rate * first / (np.sqrt(second) / root_correction + eps)
+            put_number(rows, row, d, value, noise)
 
 
 @compile_loop
-def _ftrl(touched, grads, rows, accumulator, linear, lr, beta, l1, l2):  # noqa: ANN001, ANN202
+def _ftrl(touched, grads, update, rows, accumulator, linear, lr, beta, l1, l2):  # noqa: ANN001, ANN202
     last = touched.shape[0] - 1
     for i in range(touched.shape[0]):
         coming = touched[min(i + AHEAD, last)]
@@ -96,18 +103,17 @@ def _ftrl(touched, grads, rows, accumulator, linear, lr, beta, l1, l2):  # noqa:
         prefetch_row(accumulator, coming)
         prefetch_row(linear, coming)
         row = touched[i]
+        noise = noise_of(rows, row, update)
         for d in range(rows.shape[1]):
             gradient = grads[i, d]
             old = accumulator[row, d]
             new = old + gradient * gradient
             root = np.sqrt(new)
-            z = linear[row, d] + gradient - (root - np.sqrt(old)) / lr * rows[row, d]
+            z = linear[row, d] + gradient - (root - np.sqrt(old)) / lr * number_at(rows, row, d)
             accumulator[row, d] = new
             linear[row, d] = z
-            if abs(z) <= l1:
-                rows[row, d] = np.float32(0)
-            else:
-                rows[row, d] = -(z - np.copysign(l1, z)) / ((beta + root) / lr + l2)
+            value = np.float32(0) if abs(z) <= l1 else -(z - np.copysign(l1, z)) / ((beta + root) / lr + l2)
+            put_number(rows, row, d, value, noise)
 
 
 @compile_rule
@@ -117,7 +123,7 @@ def _add_decay(touched, grads, rows, decay, out):  # noqa: ANN001, ANN202
         prefetch_row(rows, touched[min(i + AHEAD, last)])
         row = touched[i]
         for d in range(rows.shape[1]):
-            out[i, d] = grads[i, d] + decay * rows[row, d]
+            out[i, d] = grads[i, d] + decay * number_at(rows, row, d)
 
 
 def with_decay(optimizer: RowOptimizer, touched: np.ndarray, grads: np.ndarray, rows: Tensor) -> np.ndarray:
@@ -129,12 +135,12 @@ def with_decay(optimizer: RowOptimizer, touched: np.ndarray, grads: np.ndarray, 
         optimizer: The update rule of the rows.
         touched: Row indices, int64 ``[U]``.
         grads: Summed gradients, float32 ``[U, D]``.
-        rows: The whole table, float32 ``[R, D]``, on the CPU.
+        rows: The whole table, float32 or bfloat16 ``[R, D]``, on the CPU.
     """
     if not optimizer.weight_decay:
         return grads
     decayed = np.empty_like(grads)
-    _add_decay(touched, grads, rows.numpy(), np.float32(optimizer.weight_decay), decayed)
+    _add_decay(touched, grads, as_loop_array(rows), np.float32(optimizer.weight_decay), decayed)
     return decayed
 
 
@@ -162,10 +168,10 @@ def apply_update(
         optimizer: The rule, one of :data:`COMPILED_RULES`.
         touched: Row indices, int64 ``[U]``, no duplicates.
         grads: Summed gradients, float32 ``[U, D]``.
-        rows: The whole table, float32 ``[R, D]``, on the CPU.
+        rows: The whole table, float32 or bfloat16 ``[R, D]``, on the CPU.
         state: The whole table's state, as :meth:`RowOptimizer.initial_state` makes it.
         lr: Step size of this update.
-        step: Updates that the table has seen, this one included.
+        step: Updates that the table has seen, this one included. How bfloat16 rows are rounded follows from it.
 
     Raises:
         TypeError: the rule is none of :data:`COMPILED_RULES`.
@@ -179,7 +185,7 @@ def apply_update(
     grads = with_decay(optimizer, touched, grads, rows)
     if isinstance(optimizer, RowSWAP):
         state, optimizer = catch_up(optimizer, touched, state, lr=lr, step=step), optimizer.inner
-    arrays = [rows.numpy(), *(tensor.numpy() for tensor in state.values())]
+    arrays = [as_loop_array(rows), *(tensor.numpy() for tensor in state.values())]
     loop: Update
     numbers: tuple[float, ...]
     match optimizer:
@@ -197,4 +203,4 @@ def apply_update(
             return
         case RowFTRL(beta=beta, l1=l1, l2=l2):
             loop, numbers = _ftrl, (lr, beta, l1, l2)
-    loop(touched, grads, *arrays, *(np.float32(number) for number in numbers))
+    loop(touched, grads, step, *arrays, *(np.float32(number) for number in numbers))

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from lightning_recsys.compression import Codec, make_codec
+from lightning_recsys.embeddings.kernels import TableLayout
 from lightning_recsys.parameter_server.requests.checks import take_arguments, take_array
 from lightning_recsys.parameter_server.wire import Limits, Request
 from lightning_recsys.stores.exchange import RowExchange, RowValues, row_dtype
@@ -101,6 +102,18 @@ def unpack_request(request: Request, num_rows: int, row_shapes: RowShapes, limit
     if reply_bytes > limits.message_bytes:
         raise ValueError(f"the reply would have {reply_bytes} bytes and may have {limits.message_bytes}: ask in parts")
     return exchange, codec
+
+
+def codec_of_rows(layout: TableLayout, codec: Codec) -> Codec:
+    """How rows travel to those who look them up: those of bfloat16 in its two bytes, others by a connection's codec.
+
+    Of a bag of several rows it is the sum that travels, rounded to the nearest bfloat16.
+
+    Args:
+        layout: The tables.
+        codec: The connection's, by which gradients and updates travel in any case.
+    """
+    return make_codec("bf16", "rows") if layout.dtype == torch.bfloat16 else codec
 
 
 def _pack_rows(values: Mapping[str, Tensor], row_shapes: RowShapes, codec: Codec) -> list[Tensor]:

@@ -31,6 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lightning_recsys.compiled.bfloat16 import as_loop_array
 from lightning_recsys.parameter_server.own_files import open_own
 from lightning_recsys.parameter_server.wire import MAX_WINDOW
 from lightning_recsys.stores.folders.locality import boot_id
@@ -285,7 +286,7 @@ class Journal:
             return
         self._recorded = None
         rows = None if undo.rows is None else undo.rows.numpy()
-        arrays = {name: undo.arrays[name].numpy() for name in (*undo.names, _COUNTERS)}
+        arrays = {name: as_loop_array(undo.arrays[name]) for name in (*undo.names, _COUNTERS)}
         saved: list[_Saved] = []
         for name, array in arrays.items():
             shape = array.shape if rows is None or name == _COUNTERS else (rows.size, *array.shape[1:])
@@ -331,7 +332,7 @@ class Journal:
         rows = places.pop(_ROWS, None)
         for name, values in places.items():
             where = slice(None) if rows is None or name == _COUNTERS else rows
-            arrays[name].numpy()[where] = values  # a row that is named twice was saved twice, and equal
+            as_loop_array(arrays[name])[where] = values  # a row that is named twice was saved twice, and equal
 
     def _reserve(self, size: int) -> None:
         if size <= self._reserved:

@@ -18,7 +18,13 @@ from lightning_recsys.embeddings.kernels import TableLayout
 from lightning_recsys.embeddings.sparse_features import SparseFeatures
 from lightning_recsys.optim import RowOptimizer
 from lightning_recsys.parameter_server.client import Connection, Pending
-from lightning_recsys.parameter_server.exchange_wire import cut_exchange, join_answers, pack_request, unpack_reply
+from lightning_recsys.parameter_server.exchange_wire import (
+    codec_of_rows,
+    cut_exchange,
+    join_answers,
+    pack_request,
+    unpack_reply,
+)
 from lightning_recsys.parameter_server.requests.checks import GENERATION
 from lightning_recsys.parameter_server.wire import Reply
 from lightning_recsys.stores.dynamic.rows import DynamicRows
@@ -107,38 +113,41 @@ class RemoteEmbeddingStore(_Remote, EmbeddingStore):
         connection: The connection to the store's server.
         name: Name of the store on its server.
         description: Sizes and settings of the store, as the server told them.
-        codec: How rows and their gradients travel. Whole stretches (:meth:`read`, :meth:`write`) do as they are.
+        codec: How rows and their gradients travel. Whole stretches (:meth:`read`, :meth:`write`) do as they are, and
+            rows of bfloat16 as bfloat16.
     """
 
     is_remote = True
 
     def __init__(self, connection: Connection, name: str, description: dict[str, Any], codec: Codec) -> None:
         super().__init__(connection, name, description)
-        self._codec, self._compressed = codec, {"compression": codec.name}
-        self.weight_bytes = codec.encoded_bytes((1,))
         self.layout, self.optimizer, self.normalization = rows_from_plain(description)
+        self._codec, self._compressed = codec, {"compression": codec.name}
+        self._codec_of_rows = codec_of_rows(self.layout, codec)
+        self._asked = {"compression": self._codec_of_rows.name}
+        self.weight_bytes, self.gradient_bytes = self._codec_of_rows.encoded_bytes((1,)), codec.encoded_bytes((1,))
         self._row_shapes = row_shapes(self.layout, self.optimizer)
 
     def lookup(self, rows_U: Tensor) -> Tensor:  # noqa: D102 - inherited
-        arrays = self._request("lookup", self._compressed, [_ready(rows_U)]).arrays
-        return self._codec.decode(arrays, (rows_U.numel(), self.layout.embedding_dim))
+        arrays = self._request("lookup", self._asked, [_ready(rows_U)]).arrays
+        return self._codec_of_rows.decode(arrays, (rows_U.numel(), self.layout.embedding_dim))
 
     def pooled_lookup(self, sparse: SparseFeatures) -> Tensor:  # noqa: D102 - inherited
         return self.begin_pooled_lookup(sparse)()
 
     def begin_pooled_lookup(self, sparse: SparseFeatures) -> Callable[[], Tensor]:  # noqa: D102 - inherited
         arguments, arrays = _sparse(sparse)
-        pending = self._begin("pooled_lookup", arguments | self._compressed, arrays)
-        return lambda: self._codec.decode(self._connection.wait(pending).arrays, self._pooled(sparse))
+        pending = self._begin("pooled_lookup", arguments | self._asked, arrays)
+        return lambda: self._codec_of_rows.decode(self._connection.wait(pending).arrays, self._pooled(sparse))
 
     def begin_versioned_lookup(self, sparse: SparseFeatures) -> Callable[[], tuple[Tensor, Tensor]]:  # noqa: D102
         arguments, arrays = _sparse(sparse)
-        arguments |= {"versioned": True, **self._compressed}
+        arguments |= {"versioned": True, **self._asked}
         pending = self._begin("pooled_lookup", arguments, arrays)
 
         def answer() -> tuple[Tensor, Tensor]:
             pooled_BFD, versions_N = self._connection.wait(pending).arrays
-            return self._codec.decode([pooled_BFD], self._pooled(sparse)), versions_N
+            return self._codec_of_rows.decode([pooled_BFD], self._pooled(sparse)), versions_N
 
         return answer
 
@@ -177,7 +186,8 @@ class RemoteEmbeddingStore(_Remote, EmbeddingStore):
     def _send_exchange(self, request: RowExchange) -> Callable[[], RowValues]:
         arguments, arrays = pack_request(request, self.layout.num_rows, self._row_shapes, self._codec)
         pending = (self._push if request.changes_rows else self._begin)("exchange", arguments, arrays)
-        return lambda: unpack_reply(self._connection.wait(pending).arrays, request, self._row_shapes, self._codec)
+        shapes, codec = self._row_shapes, self._codec_of_rows
+        return lambda: unpack_reply(self._connection.wait(pending).arrays, request, shapes, codec)
 
     def read_rows(self, name: str, rows: Rows) -> Tensor:  # noqa: D102 - inherited
         chunks: list[Tensor] = []

@@ -216,7 +216,8 @@ class RowMessages:
                 clock=self.rule.clock,
             )
             answers.append(Answer(store.begin_exchange(request), fetched, checked))
-            sizes = request.bytes_by_kind(store.layout.num_rows, self._row_shapes, weight_bytes=store.weight_bytes)
+            widths = {"weight_bytes": store.weight_bytes, "gradient_bytes": store.gradient_bytes}
+            sizes = request.bytes_by_kind(store.layout.num_rows, self._row_shapes, **widths)
             self.counts.update(sizes)
             self.counts["messages"] += 1
         return answers

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lightning_recsys.compiled.bfloat16 import as_loop_array
 from lightning_recsys.embeddings import SparseFeatures
 from lightning_recsys.row_cache.copies import RowCache
 from lightning_recsys.row_cache.held import CachedTicket, HeldRows
@@ -61,7 +62,7 @@ class RowsInPlace(HeldRows):
         self._update = loops.update_copies_for(cache.rows.shape[1])
         # Of each store the rows with their state, and the clocks, as the loops take them.
         self._stored: list[tuple[Arrays, NDArray[np.int32]]] = [
-            ((x.rows.numpy(), _state(x.row_state)), x.clocks.numpy()[:, None]) for x in stores
+            ((as_loop_array(x.rows), _state(x.row_state)), x.clocks.numpy()[:, None]) for x in stores
         ]
         self._copies_of: tuple[Tensor, Arrays] | None = None
         shared.join(self)

@@ -133,11 +133,11 @@ class VersionedRows(LocalBackend):
                 weights = factor_N if sparse.weights is None else factor_N * sparse.weights
                 sparse = replace(sparse, weights=weights)
         row_U = torch.from_numpy(row_N[gradient.first_N]) if self._changes is not None else None
-        before_UD = None if row_U is None else self.rows.data[row_U]
+        before_UD = None if row_U is None else self.rows.data[row_U].float()
         super().apply_gradients([Ticket(sparse)], gradient.grad_BFD, lr=lr)
         self._free[gradient.grad_BFD.shape].append(gradient.grad_BFD)
         if self._changes is not None and row_U is not None and before_UD is not None:
-            self._changes[row_U] = (self.rows.data[row_U] - before_UD).square_().mean(1).sqrt_()
+            self._changes[row_U] = (self.rows.data[row_U].float() - before_UD).square_().mean(1).sqrt_()
         stale_U: NDArray[np.int32] = staleness_N[gradient.first_N]
         return stale_U
 

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_recsys.compiled.bfloat16 import as_loop_array
 from lightning_recsys.embeddings.kernels import TableLayout
 from lightning_recsys.embeddings.kernels.numba_kernel import gather_for
 from lightning_recsys.embeddings.sparse_features import SparseFeatures
@@ -101,7 +102,7 @@ class MappedEmbeddingStore(RowFiles):
 
     def lookup(self, rows_U: Tensor) -> Tensor:  # noqa: D102 - inherited
         dim, out = self.layout.embedding_dim, torch.empty(rows_U.numel(), self.layout.embedding_dim)
-        if not gather_for(dim)(rows_U.contiguous().numpy(), self.rows.numpy(), out.numpy()):
+        if not gather_for(dim)(rows_U.contiguous().numpy(), as_loop_array(self.rows), out.numpy()):
             raise IndexError(
                 f"rows must be in [0, {self.layout.num_rows}), got {int(rows_U.min())} to {int(rows_U.max())}."
             )
@@ -143,10 +144,10 @@ class MappedEmbeddingStore(RowFiles):
         if request.num_steps:
             counters.add(self.arrays["counters"], STEP, request.num_steps)
         rows_P = request.push_rows.contiguous().numpy()
+        sent_P, clocks = request.push_clocks.contiguous().numpy(), as_matrix(self.clocks)
         for name, amounts in request.updates.items():
             sign = np.float32(-1 if name == "weight" else 1)
-            add_rows(rows_P, as_matrix(amounts), as_matrix(self.arrays[name]), sign)
-        sent_P, clocks = request.push_clocks.contiguous().numpy(), as_matrix(self.clocks)
+            add_rows(rows_P, as_matrix(amounts), as_matrix(self.arrays[name]), sign, clocks, sent_P)
         move_clocks(rows_P, sent_P, clocks, request.clock == "sum")
 
     def fetch_and_check(self, request: RowExchange) -> RowValues:
@@ -164,7 +165,7 @@ class MappedEmbeddingStore(RowFiles):
     def read_rows(self, name: str, rows: Rows) -> Tensor:  # noqa: D102 - inherited
         found = self._memory_of(self._array_of(name), rows)
         if name == DIGEST:
-            return digest_rows(found)
+            return digest_rows(found.float())
         return found.clone() if isinstance(rows, slice) else found
 
     def write_rows(self, name: str, rows: Rows, values: Tensor) -> None:  # noqa: D102 - inherited
@@ -203,6 +204,6 @@ def _draw_rows(arrays: MappedArrays, layout: TableLayout, optimizer: RowOptimize
             stop = min(start + block_rows, end)
             rows = torch.empty(stop - start, layout.embedding_dim).normal_(0.0, table.init_std, generator=generator)
             arrays["weight"][start:stop] = rows
-            for name, state in optimizer.initial_state(rows).items():
+            for name, state in optimizer.initial_state(rows.to(layout.dtype).float()).items():
                 if state.any():
                     arrays[name][start:stop] = state

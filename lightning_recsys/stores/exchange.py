@@ -115,7 +115,12 @@ class RowExchange:
                 _check_array(f"{kind}[{name!r}]", arrays[name], torch.float32, (pushed, *shape))
 
     def bytes_by_kind(
-        self, num_rows: int, row_shapes: Mapping[str, tuple[int, ...]], *, weight_bytes: int = 4
+        self,
+        num_rows: int,
+        row_shapes: Mapping[str, tuple[int, ...]],
+        *,
+        weight_bytes: int = 4,
+        gradient_bytes: int = 4,
     ) -> dict[str, int]:
         """Bytes that cross the network for it and for its answer, as :func:`bytes_by_kind` has them.
 
@@ -123,6 +128,7 @@ class RowExchange:
             num_rows: Rows of the store.
             row_shapes: Shape of what one row has of ``weight`` and of each state.
             weight_bytes: Bytes of an element of ``weight`` as it travels.
+            gradient_bytes: The same of an update of it, and of a copy that is pushed.
 
         >>> exchange = RowExchange(fetch_rows=torch.tensor([3, 5]))
         >>> exchange.bytes_by_kind(1_000_000, {"weight": (16,), "sum": ()})
@@ -131,7 +137,8 @@ class RowExchange:
         pushed, fetched, checked = (x.numel() for x in (self.push_rows, self.fetch_rows, self.check_rows))
         sizes = {"pushed": pushed, "fetched": fetched, "checked": checked, "counted": self.push_counts.numel()}
         sizes["copied"] = pushed if self.copies else 0
-        return bytes_by_kind(num_rows, row_shapes, **sizes, weight_bytes=weight_bytes)
+        widths = {"weight_bytes": weight_bytes, "gradient_bytes": gradient_bytes}
+        return bytes_by_kind(num_rows, row_shapes, **sizes, **widths)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -159,6 +166,7 @@ def bytes_by_kind(
     counted: int = 0,
     copied: int = 0,
     weight_bytes: int = 4,
+    gradient_bytes: int = 4,
 ) -> dict[str, int]:
     """Bytes that cross the network for an exchange and its answer, headers aside.
 
@@ -171,18 +179,20 @@ def bytes_by_kind(
         counted: Pushed rows that say how many updates they sum up.
         copied: Pushed rows that come with their copies.
         weight_bytes: Bytes of an element of ``weight`` as it travels; those of states are float32.
+        gradient_bytes: The same of an update of it, and of a copy that is pushed.
 
     Returns:
         ``rows`` (numbers out, rows and state back), ``clocks`` (all clocks and counts, numbers of checked rows, one bit
         back for each of them) and ``gradients`` (numbers, updates and copies).
     """
     number = row_dtype(num_rows).itemsize
-    row = sum((weight_bytes if name == "weight" else 4) * math.prod(shape) for name, shape in row_shapes.items())
+    state = 4 * sum(math.prod(shape) for name, shape in row_shapes.items() if name != "weight")
+    row, update = (state + size * math.prod(row_shapes["weight"]) for size in (weight_bytes, gradient_bytes))
     clocks = pushed + checked + fetched + counted
     return {
         "rows": fetched * (number + row),
         "clocks": 4 * clocks + checked * number + -(-checked // 8),
-        "gradients": pushed * (number + row) + copied * row,
+        "gradients": pushed * (number + update) + copied * update,
     }
 
 

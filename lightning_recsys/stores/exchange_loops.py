@@ -13,10 +13,12 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any, cast
 
+import numpy as np
 from numba.core import types
 from numba.extending import intrinsic
 
-from lightning_recsys.compiled.loops import AHEAD, SOON, compile_loop, prefetch_row
+from lightning_recsys.compiled.bfloat16 import noise_of, number_at, put_number
+from lightning_recsys.compiled.loops import AHEAD, SOON, compile_inline, compile_loop, prefetch_row
 from lightning_recsys.compiled.vectors import copy_floats
 from lightning_recsys.optim.accumulating import CURRENT, HELD, START, UNSENT
 from lightning_recsys.sync.clocks import hear, is_too_far
@@ -60,22 +62,31 @@ def _move_clock(clocks, row, sent, by_sum):  # noqa: ANN001, ANN202
             return
 
 
+@compile_inline
+def _number_of(clocks, row, sent):  # noqa: ANN001, ANN202
+    """A number for a push of a row, which the next one that changes it does not have: it finds another clock."""
+    return (np.int64(clocks[row, 0]) << 32) + np.int64(sent)
+
+
 @compile_loop
-def add_rows(touched, amounts, array, sign):  # noqa: ANN001, ANN201
+def add_rows(touched, amounts, array, sign, clocks, sent):  # noqa: ANN001, ANN201
     """``array[touched] += sign * amounts``.
 
     Args:
         touched: Row numbers, int64 ``[P]``.
         amounts: Float32 ``[P, W]``.
-        array: Float32 ``[R, W]``.
+        array: ``[R, W]``, float32 or bfloat16's bits; the latter are rounded by the rows' clocks.
         sign: 1 or -1.
+        clocks: Clocks of all rows before the push, int32 ``[R, 1]``.
+        sent: What the push tells of each row's clock, int32 ``[P]``.
     """
     last = touched.shape[0] - 1
     for i in range(touched.shape[0]):
         prefetch_row(array, touched[min(i + AHEAD, last)])
         row = touched[i]
+        noise = noise_of(array, row, _number_of(clocks, row, sent[i]))
         for d in range(array.shape[1]):
-            array[row, d] += sign * amounts[i, d]
+            put_number(array, row, d, number_at(array, row, d) + sign * amounts[i, d], noise)
 
 
 @compile_loop
@@ -128,12 +139,14 @@ def _push(slot, row, copies, own_clocks, stored, clocks, by_sum):  # noqa: ANN00
         return False
     _, _, owed, owed_state = copies
     rows, state = stored
+    sent = own_clocks[slot, UNSENT] if by_sum else own_clocks[slot, CURRENT]
+    noise = noise_of(rows, row, _number_of(clocks, row, sent))
     for d in range(rows.shape[1]):
-        rows[row, d] -= owed[slot, d]
+        put_number(rows, row, d, number_at(rows, row, d) - owed[slot, d], noise)
     for d in range(state.shape[1]):
         state[row, d] += owed_state[slot, d]
     # The clock moves last: whoever sees it moved sees the update as well.
-    _move_clock(clocks, row, own_clocks[slot, UNSENT] if by_sum else own_clocks[slot, CURRENT], by_sum)
+    _move_clock(clocks, row, sent, by_sum)
     own_clocks[slot, UNSENT] = 0
     return True
 
@@ -167,7 +180,7 @@ def update_copies_for(dim: int) -> Callable[..., None]:
         touched: The rows that they are copies of, int64 ``[U]``.
         copies: Float32 ``[C, D]``, their state ``[C, W]``, and what they owe of both.
         own_clocks: Of the copies, int32 ``[C, 4]``.
-        stored: The rows, float32 ``[R, D]``, and their state ``[R, W]``.
+        stored: The rows, float32 or bfloat16's bits ``[R, D]``, and their state ``[R, W]``.
         clocks: The rows', int32 ``[R, 1]``.
         staleness: How far ahead or behind a copy may be, or ``NO_BOUND``.
         by_sum: How pushes move clocks, as in :func:`move_clocks`.

@@ -34,7 +34,8 @@ class EmbeddingStore(ABC):
             its own first row.
         optimizer: The update rule.
         normalization: What stale gradients count; ``None`` where rows have no versions.
-        weight_bytes: Size of an element of a row or of its gradient where they travel: 4 of float32.
+        weight_bytes: Size of an element of a row where it travels: 4 of float32.
+        gradient_bytes: The same of its gradients and updates.
         is_remote: Whether rows come in messages, and not from this machine's memory.
     """
 
@@ -42,6 +43,7 @@ class EmbeddingStore(ABC):
     optimizer: RowOptimizer
     normalization: StalenessNormalization | None
     weight_bytes: int = 4
+    gradient_bytes: int = 4
     is_remote: bool = False
 
     @property

@@ -28,7 +28,7 @@ META = "meta.json"
 _BUILDING, _DOOMED = ".making-", ".removing-"  # what folders that are not whole begin with; no store's name does
 GENERATION = ".generation"  # a number of 8 bytes: which of all that ever had the folder's name it is; 0 once removed
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,127}")
-_DTYPES = {"float32": torch.float32, "int32": torch.int32, "int64": torch.int64}
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int32": torch.int32, "int64": torch.int64}
 _ITEM_BYTES = {name: dtype.itemsize for name, dtype in _DTYPES.items()}
 
 Shapes = Mapping[str, tuple[str, tuple[int, ...]]]

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from types import NoneType, UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
-from lightning_recsys.embeddings.config import EmbeddingBagConfig
+from lightning_recsys.embeddings.config import EmbeddingBagConfig, RowDtype
 from lightning_recsys.embeddings.kernels import TableLayout
 from lightning_recsys.optim import RowAdagrad, RowAdam, RowFTRL, RowOptimizer, RowSGD, RowSWAP, RowWiseAdagrad
 from lightning_recsys.sync import StalenessNormalization
@@ -118,7 +118,11 @@ def optimizer_from_plain(value: object) -> RowOptimizer:
 
 def layout_to_plain(layout: TableLayout) -> list[dict[str, Any]]:
     """The tables, in storage order."""
-    return [dataclasses.asdict(table) for table in layout.tables]
+    tables = [dataclasses.asdict(table) for table in layout.tables]
+    for table in tables:
+        if table["dtype"] is RowDtype.FLOAT32:  # stores from before there was another have the same tables
+            del table["dtype"]
+    return tables
 
 
 def layout_from_plain(value: object) -> TableLayout:
@@ -129,13 +133,16 @@ def layout_from_plain(value: object) -> TableLayout:
     """
     if not isinstance(value, list) or not value:
         raise ValueError(f"a layout must be a list of at least one table, got {value!r:.200}.")
-    tables = tuple(from_plain(EmbeddingBagConfig, table) for table in value)
+    defaults = {"dtype": "float32"}
+    tables = tuple(
+        from_plain(EmbeddingBagConfig, defaults | table if isinstance(table, dict) else table) for table in value
+    )
     if not all(0 <= table.init_std < float("inf") for table in tables):
         raise ValueError(f"a table's init_std must be finite and at least 0, got {[x.init_std for x in tables]}.")
-    widths = {table.embedding_dim for table in tables}
     features = [feature for table in tables for feature in table.feature_names]
-    if len(widths) > 1 or len({table.name for table in tables}) < len(tables) or len(set(features)) < len(features):
-        raise ValueError("the tables of a layout must share one embedding_dim, and names must not repeat.")
+    kinds = {(table.embedding_dim, table.dtype) for table in tables}
+    if len(kinds) > 1 or len({table.name for table in tables}) < len(tables) or len(set(features)) < len(features):
+        raise ValueError("the tables of a layout must share one embedding_dim and dtype, and names must not repeat.")
     return TableLayout(tables)
 
 

@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lightning_recsys.compiled.bfloat16 import as_loop_array
 from lightning_recsys.embeddings.backend import row_shapes
 from lightning_recsys.embeddings.kernels import TableLayout, choose_kernel
 from lightning_recsys.embeddings.kernels.numba_kernel import NumbaKernel
@@ -23,12 +24,12 @@ from lightning_recsys.stores.mapped_arrays import MappedArrays, Shapes, total_by
 from lightning_recsys.stores.plain import rows_from_plain
 from lightning_recsys.stores.versions import (
     CHANGE,
-    ROW_DTYPES,
     VERSION,
     StalenessHistogram,
     advance,
     check_versions,
     count_staleness,
+    dtype_of,
     tag_arrays,
 )
 from lightning_recsys.sync import StalenessNormalization
@@ -41,7 +42,10 @@ def row_arrays(
     num_rows: int, layout: TableLayout, optimizer: RowOptimizer, normalization: StalenessNormalization | None
 ) -> Shapes:
     """The files of so many rows, with their state, clocks and tags."""
-    rows: Shapes = {name: ("float32", (num_rows, *shape)) for name, shape in row_shapes(layout, optimizer).items()}
+    rows: Shapes = {
+        name: (str(dtype_of(layout, name)).removeprefix("torch."), (num_rows, *shape))
+        for name, shape in row_shapes(layout, optimizer).items()
+    }
     return {**rows, CLOCK: ("int32", (num_rows,)), **tag_arrays(normalization, num_rows)}
 
 
@@ -111,13 +115,13 @@ class RowFiles(EmbeddingStore):
         staleness, _ = advance(places, versions, self.arrays[VERSION])
         touched, changes = torch.from_numpy(places), None
         if self.normalization.uses_changes:
-            changes, before = self.arrays[CHANGE], weight[touched]
+            changes, before = self.arrays[CHANGE], weight[touched].float()
         if self.normalization.rule != "identity":
             factors = self.normalization.factor(staleness, None if changes is None else changes[touched])
             grads_UD = grads_UD * factors.unsqueeze(1).numpy()
         apply_update(self.optimizer, places, grads_UD, weight, state, lr=lr, step=step)
         if changes is not None:
-            changes[touched] = (weight[touched] - before).square().mean(1).sqrt()
+            changes[touched] = (weight[touched].float() - before).square().mean(1).sqrt()
         counts = count_staleness(staleness)
         self._observed.add(counts)
         return counts
@@ -144,7 +148,7 @@ class RowFiles(EmbeddingStore):
         if self._array_of(name) != name:
             raise ValueError(f"{name!r} of rows follows from them and cannot be written.")
         size = rows.stop - rows.start if isinstance(rows, slice) else rows.numel()
-        check_values(name, values, (size, *self.row_shapes.get(name, ())), ROW_DTYPES.get(name, torch.float32))
+        check_values(name, values, (size, *self.row_shapes.get(name, ())), dtype_of(self.layout, name))
 
     def _check_stretch(self, rows: slice) -> None:
         if not 0 <= rows.start <= rows.stop <= self.layout.num_rows:
@@ -168,5 +172,5 @@ class RowFiles(EmbeddingStore):
 
 
 def as_matrix(array: Tensor) -> np.ndarray:
-    """``[X]`` as ``[X, 1]``, ``[X, W]`` as it is."""
-    return (array if array.dim() > 1 else array.unsqueeze(1)).contiguous().numpy()
+    """``[X]`` as ``[X, 1]``, ``[X, W]`` as it is; bfloat16 as loops take it."""
+    return as_loop_array((array if array.dim() > 1 else array.unsqueeze(1)).contiguous())

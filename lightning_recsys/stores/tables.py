@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 
 import numpy as np
@@ -16,7 +17,7 @@ from lightning_recsys.embeddings.int64_ids import are_below, as_int64
 from lightning_recsys.embeddings.kernels import TableLayout
 from lightning_recsys.placement import TablePart
 from lightning_recsys.stores.interfaces import EmbeddingStore, Rows
-from lightning_recsys.stores.versions import ROW_DTYPES
+from lightning_recsys.stores.versions import dtype_of
 
 _BLOCK_BYTES = 1 << 24  # rows are read and written this many bytes at a time
 
@@ -68,6 +69,7 @@ class StoredTables:
     ) -> None:
         self.tables = {table.name: table.num_embeddings for table in layout.tables}
         self.row_shapes = row_shapes
+        self._dtype_of = partial(dtype_of, layout)
         self._block_rows = max(_BLOCK_BYTES // (4 * layout.embedding_dim), 1)
         self._places: list[_Place] = []
         for store, parts in stores:
@@ -83,14 +85,14 @@ class StoredTables:
             ids: A stretch of ids, or single ones, int64 ``[U]``.
         """
         size = ids.stop - ids.start if isinstance(ids, slice) else ids.numel()
-        values = torch.empty(size, *self.row_shapes.get(name, ()), dtype=ROW_DTYPES.get(name, torch.float32))
+        values = torch.empty(size, *self.row_shapes.get(name, ()), dtype=self._dtype_of(name))
         for store, positions, rows in self._blocks(table, ids):
             values[positions] = store.read_rows(name, rows)
         return values
 
     def write(self, table: str, name: str, ids: Rows, values: Tensor) -> None:
         """The reverse of :meth:`read`."""
-        values = values.to("cpu", ROW_DTYPES.get(name, torch.float32))
+        values = values.to("cpu", self._dtype_of(name))
         for store, positions, rows in self._blocks(table, ids):
             store.write_rows(name, rows, values[positions])
 

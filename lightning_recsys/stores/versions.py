@@ -21,12 +21,20 @@ from torch import Tensor
 
 from lightning_recsys.compiled.atomics import atomic_add
 from lightning_recsys.compiled.loops import compile_loop
+from lightning_recsys.embeddings.kernels import TableLayout
 from lightning_recsys.stores.digests import DIGEST
 from lightning_recsys.sync import StalenessNormalization
 
 VERSION = "version"  # of each row, int64 [R]
 CHANGE = "change"  # root mean square of each row's last update, float32 [R]
-ROW_DTYPES = {VERSION: torch.int64, DIGEST: torch.int64}  # of what a row has; float32, unless it is here
+_NUMBERS = (VERSION, DIGEST)  # what a row has in int64
+
+
+def dtype_of(layout: TableLayout, name: str) -> torch.dtype:
+    """The dtype of what the rows of tables have by a name: ``weight``, a state, a tag or their digest."""
+    if name == "weight":
+        return layout.dtype
+    return torch.int64 if name in _NUMBERS else torch.float32
 
 
 @compile_loop

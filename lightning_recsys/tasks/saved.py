@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import pytorch_lightning as pl
@@ -87,7 +86,7 @@ def _fetch(source: Version | Mapping[str, Tensor], key: str, shape: tuple[int, i
     if key not in source:
         raise KeyError(f"the checkpoint has no {key!r}.")
     _check_shape(key, source[key].shape, shape)
-    return partial(torch.index_select, source[key], 0)
+    return lambda rows: source[key].index_select(0, rows).float()
 
 
 def _check_shape(key: str, found: torch.Size, shape: tuple[int, int]) -> None:

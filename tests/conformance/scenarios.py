@@ -15,7 +15,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -179,6 +179,15 @@ class PlainRecommendation(Recommendation):
     momentum = 0.0
 
 
+class HalfRecommendation(PlainRecommendation):
+    """Its rows are kept in bfloat16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        tables = [replace(table, dtype="bfloat16") for table in self.embeddings.tables]
+        self.embeddings = EmbeddingBagCollection(tables, optimizer=RowSGD(lr=0.05))
+
+
 class Machine(nn.Module):
     """A layer over fields, cut by them where a strategy asks for that."""
 
@@ -219,6 +228,7 @@ TASKS: dict[str, type[Regression]] = {
     "recommendation": Recommendation,
     "plain": PlainRecommendation,
     "fields": Fields,
+    "bfloat16": HalfRecommendation,
 }
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from server_helpers import CLIENT, LAYOUT, ForgetfulServer, ask, digest, running
 
+from lightning_recsys.embeddings.kernels import TableLayout
 from lightning_recsys.errors import RequestRefusedError
 from lightning_recsys.optim import RowAdagrad, RowSGD, RowWiseAdagrad
 from lightning_recsys.parameter_server import connect
@@ -21,8 +22,9 @@ NUM_ROWS, DIM = 9, 4
 SHAPES = {"RowSGD": {"weight": (DIM,)}, "RowWiseAdagrad": {"weight": (DIM,), "sum": ()}}
 
 
-def make_users(stores, rule=None):
-    return stores.create_embedding_store("users", LAYOUT, rule or RowSGD(lr=0.5), seed=3)
+def make_users(stores, rule=None, dtype="float32"):
+    layout = TableLayout(tuple(replace(table, dtype=dtype) for table in LAYOUT.tables))
+    return stores.create_embedding_store("users", layout, rule or RowSGD(lr=0.5), seed=3)
 
 
 def clocks(*numbers):
@@ -70,17 +72,27 @@ def rounded(tensors, compression):
     return {**tensors, "weight": tensors["weight"].bfloat16().float()}
 
 
-@pytest.mark.parametrize("compression", ["none", "bf16"])
+@pytest.mark.parametrize(
+    ("compression", "dtype", "widths"),
+    [
+        ("none", "float32", (4, 4)),
+        ("bf16", "float32", (2, 2)),
+        ("none", "bfloat16", (2, 4)),
+        ("bf16", "bfloat16", (2, 2)),
+    ],
+)
 @pytest.mark.parametrize("rule", [RowSGD(0.5), RowWiseAdagrad(0.5)], ids=lambda rule: type(rule).__name__)
-def test_remote_exchange_when_compared_then_equals_a_mapped_one_and_counts_its_bytes(tmp_path, rule, compression):
+def test_remote_exchange_when_compared_then_equals_a_mapped_one_and_counts_its_bytes(
+    tmp_path, rule, compression, dtype, widths
+):
     (tmp_path / "own").mkdir()
     (tmp_path / "served").mkdir()
-    mapped, shapes = make_users(MappedStores(tmp_path / "own"), rule), SHAPES[type(rule).__name__]
+    mapped, shapes = make_users(MappedStores(tmp_path / "own"), rule, dtype), SHAPES[type(rule).__name__]
     generator = torch.Generator().manual_seed(0)
     with running(tmp_path / "served") as server:
         stores = connect(server.endpoint, transport="tcp", timeout=20, compression=compression)
-        remote, traffic = make_users(stores, rule), stores.connection.traffic
-        assert remote.weight_bytes == {"none": 4, "bf16": 2}[compression]
+        remote, traffic = make_users(stores, rule, dtype), stores.connection.traffic
+        assert (remote.weight_bytes, remote.gradient_bytes) == widths
         told = 0
         before = traffic.sent_bytes + traffic.received_bytes
         for _ in range(200):
@@ -89,7 +101,8 @@ def test_remote_exchange_when_compared_then_equals_a_mapped_one_and_counts_its_b
             received = {kind: rounded(getattr(request, kind), compression) for kind in ("updates", "copies")}
             expected = mapped.begin_exchange(replace(request, **received))()
             assert equal(answer, replace(expected, values=rounded(expected.values, compression)))
-            told += sum(request.bytes_by_kind(NUM_ROWS, shapes, weight_bytes=remote.weight_bytes).values())
+            weight, gradient = widths
+            told += sum(request.bytes_by_kind(NUM_ROWS, shapes, weight_bytes=weight, gradient_bytes=gradient).values())
         assert traffic.sent_bytes + traffic.received_bytes - before == told
         assert server.handler.counts.refused == 0
         for name in shapes:

@@ -9,6 +9,7 @@ import tempfile
 import threading
 import time
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import msgpack
@@ -20,6 +21,7 @@ from ports import free_port
 from server_helpers import LAYOUT, ForgetfulServer, request_frames, running
 
 from lightning_recsys.embeddings import SparseFeatures
+from lightning_recsys.embeddings.kernels import TableLayout
 from lightning_recsys.errors import RequestRefusedError, ServerUnreachableError
 from lightning_recsys.optim import RowAdagrad, RowSGD
 from lightning_recsys.parameter_server import JobKeys, connect, serve
@@ -109,6 +111,41 @@ def test_compressed_store_when_trained_then_equals_a_mapped_one_that_gets_rounde
     assert torch.equal(remote.lookup(torch.tensor([3, 8])), mapped.lookup(torch.tensor([3, 8])).bfloat16().float())
     again = stores.embedding_store("users")
     assert torch.equal(again.lookup(torch.tensor([8])), remote.lookup(torch.tensor([8])))
+    stores.close()
+
+
+@pytest.mark.parametrize("sparse", [SINGLE, BAGS], ids=["single", "bags"])
+def test_store_when_its_rows_are_bfloat16_then_they_travel_in_half_the_bytes_and_gradients_do_not(
+    server, tmp_path, sparse
+):
+    (tmp_path / "own").mkdir()
+    layout = TableLayout(tuple(replace(table, dtype="bfloat16") for table in LAYOUT.tables))
+    stores = connect(server.endpoint, transport="tcp", timeout=20)
+    mapped, remote = (
+        each.create_embedding_store("users", layout, RowAdagrad(lr=0.5), seed=3)
+        for each in (MappedStores(tmp_path / "own"), stores)
+    )
+    traffic = stores.connection.traffic
+    for _ in range(3):
+        received, expected = traffic.received_bytes, mapped.pooled_lookup(sparse)
+        found = remote.pooled_lookup(sparse)
+        assert traffic.received_bytes - received == 2 * expected.numel()
+        assert torch.equal(found, expected.bfloat16().float())
+        if sparse is SINGLE:
+            assert torch.equal(found, expected)  # rows as they are
+        gradient, sent = torch.randn(2, 3, 4), traffic.sent_bytes
+        for store in (mapped, remote):
+            store.apply_gradients(sparse, gradient, lr=0.1)
+        assert traffic.sent_bytes - sent >= 4 * gradient.numel()
+    remote.flush()
+    received, rows = traffic.received_bytes, remote.read("weight", 0, 9)
+    assert traffic.received_bytes - received == 2 * rows.numel()
+    assert torch.equal(rows, mapped.read("weight", 0, 9))
+    assert torch.equal(remote.read(DIGEST, 0, 9), digest_rows(rows.float()))
+    remote.write("weight", 2, torch.ones(3, 4, dtype=torch.bfloat16))
+    assert torch.equal(remote.lookup(torch.tensor([2, 4])), torch.ones(2, 4))
+    with pytest.raises(RequestRefusedError, match="bfloat16"):
+        remote.write("weight", 2, torch.ones(3, 4))
     stores.close()
 
 

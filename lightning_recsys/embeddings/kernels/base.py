@@ -13,7 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lightning_recsys.embeddings.config import EmbeddingBagConfig
+from lightning_recsys.embeddings.config import EmbeddingBagConfig, RowDtype
 from lightning_recsys.embeddings.int64_ids import as_int64s
 from lightning_recsys.embeddings.sparse_features import SparseFeatures
 from lightning_recsys.optim import RowOptimizer
@@ -21,7 +21,7 @@ from lightning_recsys.optim import RowOptimizer
 
 @dataclass(frozen=True)
 class TableLayout:
-    """The layout of tables of one width, behind each other in one tensor of rows ``[R, D]``.
+    """The layout of tables of one width and dtype, behind each other in one tensor of rows ``[R, D]``.
 
     Args:
         tables: The tables, in storage order.
@@ -33,6 +33,11 @@ class TableLayout:
     def embedding_dim(self) -> int:
         """``D``."""
         return self.tables[0].embedding_dim
+
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        """What the rows are kept in."""
+        return torch.bfloat16 if self.tables[0].dtype is RowDtype.BFLOAT16 else torch.float32
 
     @cached_property
     def num_rows(self) -> int:
@@ -98,7 +103,7 @@ class Kernel(ABC):
         """Sum each bag's (weighted) rows.
 
         Args:
-            rows: All rows, float32 ``[R, D]``.
+            rows: All rows, ``[R, D]``, in the layout's dtype.
             sparse: Resolved features.
 
         Returns:
@@ -119,10 +124,10 @@ class Kernel(ABC):
         """Sum the gradient of each touched row over the batch, then update row and state in place, once per row.
 
         Args:
-            rows: All rows, float32 ``[R, D]``.
+            rows: All rows, ``[R, D]``, in the layout's dtype.
             state: All rows' optimizer state, as :meth:`RowOptimizer.initial_state` makes it.
             sparse: The resolved features that :meth:`lookup` got.
             grad_BFD: Gradient of the loss for the lookup's result, float32 ``[B, F, D]``.
             lr: Step size of this update.
-            step: Updates that the tables have seen, this one included.
+            step: Updates that the tables have seen, this one included; how bfloat16 rows are rounded follows from it.
         """

@@ -51,6 +51,8 @@ def without_chatter() -> Iterator[None]:
 def _common_refusal(layout: TableLayout, optimizer: RowOptimizer) -> str | None:
     if type(optimizer) not in (RowSGD, RowAdagrad, RowWiseAdagrad):
         return f"it has no fused {type(optimizer).__name__}, only RowSGD, RowAdagrad and RowWiseAdagrad"
+    if layout.dtype != torch.float32:
+        return "it trains rows of bfloat16 on a GPU only, and with a random rounding that replicas do not share"
     if optimizer.weight_decay:
         return "its fused rules add no weight decay to the gradient"
     if layout.embedding_dim % 4:

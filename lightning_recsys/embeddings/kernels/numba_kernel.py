@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_recsys.compiled.bfloat16 import as_loop_array
 from lightning_recsys.compiled.loops import AHEAD, compile_loop, prefetch_row
 from lightning_recsys.compiled.vectors import add_floats, copy_floats, scale_floats, vector_width
 from lightning_recsys.embeddings.kernels.base import Kernel, TableLayout
@@ -203,11 +204,13 @@ class NumbaKernel(Kernel):
     def lookup(self, rows: Tensor, sparse: SparseFeatures) -> Tensor:  # noqa: D102 - inherited
         out = torch.empty(sparse.batch_size, len(sparse.keys), rows.shape[1])
         if sparse.is_single_hot and sparse.weights is None:
-            lookup_single_for(self.layout.embedding_dim)(sparse.values.numpy(), self._starts, rows.numpy(), out.numpy())
+            lookup_single_for(self.layout.embedding_dim)(
+                sparse.values.numpy(), self._starts, as_loop_array(rows), out.numpy()
+            )
         else:
             offsets, weights = sparse.bag_offsets().numpy(), _weights(sparse)
             lookup_bags_for(self.layout.embedding_dim)(
-                sparse.values.numpy(), offsets, weights, self._starts, rows.numpy(), out.numpy()
+                sparse.values.numpy(), offsets, weights, self._starts, as_loop_array(rows), out.numpy()
             )
         return out
 

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_recsys.compiled.bfloat16 import round_stochastically
 from lightning_recsys.embeddings.kernels.base import Kernel, TableLayout
 from lightning_recsys.embeddings.sparse_features import SparseFeatures
 from lightning_recsys.optim import RowOptimizer
@@ -17,11 +18,13 @@ def pool_rows(rows: Tensor, rows_N: Tensor, sparse: SparseFeatures) -> Tensor:
     """Sum each bag's (weighted) rows: float32 ``[B, F, D]``.
 
     Args:
-        rows: Rows to look up in, float32 ``[R, D]``.
+        rows: Rows to look up in, float32 or bfloat16 ``[R, D]``.
         rows_N: Which of them each id has, int64 ``[N]``.
         sparse: Resolved features, whose bags and weights say what is summed.
     """
     num_features, dim = len(sparse.keys), rows.shape[1]
+    if rows.dtype != torch.float32:
+        rows, rows_N = rows.index_select(0, rows_N).float(), torch.arange(rows_N.numel(), device=rows.device)
     if sparse.is_single_hot and sparse.weights is None:
         return rows.index_select(0, rows_N.view(num_features, -1).t().reshape(-1)).view(-1, num_features, dim)
     offsets = sparse.bag_offsets()[:-1]
@@ -61,10 +64,12 @@ class TorchKernel(Kernel):
         else:
             touched, slots = torch.unique(self.layout.rows_of(sparse), return_inverse=True)
         grads = per_id.new_zeros(touched.numel(), rows.shape[1]).index_add_(0, slots, per_id)
-        touched_rows = rows.index_select(0, touched)
+        touched_rows = rows.index_select(0, touched).float()
         touched_state = {name: tensor.index_select(0, touched) for name, tensor in state.items()}
         grads = self.optimizer.decayed(touched_rows, grads)
         self.optimizer.update_(touched_rows, grads, touched_state, lr=lr, step=step)
+        if rows.dtype != torch.float32:
+            touched_rows = round_stochastically(touched_rows, touched, step)
         rows.index_copy_(0, touched, touched_rows)
         for name, tensor in touched_state.items():
             state[name].index_copy_(0, touched, tensor)

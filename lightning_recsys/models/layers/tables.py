@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Unpack
+from typing import Any, Unpack
 
 from torch import Tensor
 
@@ -12,6 +12,7 @@ from lightning_recsys.embeddings import (
     EmbeddingBagConfig,
     EmbeddingOptions,
     PoolingType,
+    RowDtype,
     SparseFeatures,
 )
 from lightning_recsys.optim import RowOptimizer
@@ -112,8 +113,9 @@ def _collection(
     kernel = options.get("kernel", "auto")
     if kernel == "fbgemm" and embedding_dim == 1:
         kernel = "auto"  # whoever names FBGEMM means the embeddings; it has no rows of width 1
+    kept: dict[str, Any] = {"init_std": init_std, "dtype": options.get("dtype", RowDtype.FLOAT32)}
     tables = [
-        EmbeddingBagConfig(name, num_embeddings, embedding_dim, (name,), pooling=pooling, init_std=init_std)
+        EmbeddingBagConfig(name, num_embeddings, embedding_dim, (name,), pooling=pooling, **kept)
         for name, num_embeddings in fields.items()
     ]
     return EmbeddingBagCollection(

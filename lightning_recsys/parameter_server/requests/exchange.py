@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from lightning_recsys.compression import Codec
-from lightning_recsys.parameter_server.exchange_wire import pack_reply, unpack_request
+from lightning_recsys.parameter_server.exchange_wire import codec_of_rows, pack_reply, unpack_request
 from lightning_recsys.parameter_server.requests.operations import Operations, Push
 from lightning_recsys.parameter_server.requests.served import ServedEmbedding
 from lightning_recsys.parameter_server.requests.stores import OpenStores
@@ -61,4 +61,5 @@ class ExchangeRequests:
 
 def _answer(served: ServedEmbedding, exchange: RowExchange, codec: Codec) -> tuple[Tensor, ...]:
     """The rows that are fetched and checked, whether the pushes are made now or were made before."""
-    return tuple(pack_reply(served.store.fetch_and_check(exchange), served.store.row_shapes, codec))
+    store = served.store
+    return tuple(pack_reply(store.fetch_and_check(exchange), store.row_shapes, codec_of_rows(store.layout, codec)))

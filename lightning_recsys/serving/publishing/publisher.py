@@ -235,7 +235,7 @@ class ModelPublisher(LeanCallback):
         Communication: the rows of all tables go to rank 0.
         """
         own = {
-            path: ({t.name: backend_of(x).read(t.name, "weight").cpu() for t in x.tables}, backend_of(x).step)
+            path: ({t.name: backend_of(x).read(t.name, "weight").cpu().float() for t in x.tables}, backend_of(x).step)
             for path, x in collections.items()
         }
         everybody: list[Any] | None = [None] * trainer.world_size if trainer.is_global_zero else None

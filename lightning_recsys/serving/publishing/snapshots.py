@@ -151,7 +151,7 @@ class GrowingTable(TableSnapshot):
         for some in torch.split(places, block_rows(self.config.embedding_dim)):
             if some.numel():
                 ids_U = self._ids_N[some]
-                rows_UD = _dynamic(backend).read(self.config.name, "weight", ids_U)
+                rows_UD = _dynamic(backend).read(self.config.name, "weight", ids_U).float()
                 self._digests_N[some] = digest_rows(rows_UD)
                 yield ids_U, rows_UD
 
@@ -218,18 +218,18 @@ def _dynamic(backend: Backend) -> Any:
 
 
 def _read(backend: Backend, table: str, ids: slice | Tensor) -> Tensor:
-    """Copies of rows as the stores have them: what a worker keeps of them is for the thread that trains."""
+    """Copies of rows as the stores have them, in float32: what a worker keeps of them is for the thread that trains."""
     if isinstance(backend, StoreBackend):
-        return backend.stored.read(table, "weight", ids)
+        return backend.stored.read(table, "weight", ids).float()
     rows = backend.read(table, "weight").detach()
     found = rows[ids] if isinstance(ids, slice) else rows.index_select(0, ids.to(rows.device))
-    return found.to("cpu", copy=isinstance(ids, slice))
+    return found.to("cpu", torch.float32, copy=isinstance(ids, slice))
 
 
 def _digests(backend: Backend, table: str, ids: slice) -> Tensor:
     if isinstance(backend, StoreBackend):
         return backend.stored.read(table, DIGEST, ids)
-    return digest_rows(backend.read(table, "weight")[ids].detach().cpu())
+    return digest_rows(backend.read(table, "weight")[ids].detach().cpu().float())
 
 
 def _find(sorted_N: Tensor, wanted_U: Tensor) -> Tensor:

@@ -83,7 +83,13 @@ class HashEmbeddingStore(RowFiles, DynamicEmbeddingStore):
         self._capacity = arrays["weight"].shape[0]
         features = tuple(feature for table in layout.tables for feature in table.feature_names)
         self._choose_kernels(
-            TableLayout((EmbeddingBagConfig("slots", self._capacity, layout.embedding_dim, features),))
+            TableLayout(
+                (
+                    EmbeddingBagConfig(
+                        "slots", self._capacity, layout.embedding_dim, features, dtype=layout.tables[0].dtype
+                    ),
+                )
+            )
         )
         self.seed = int(arrays.meta["seed"])
         self._drawing = RowDrawing(layout, *self.dynamic.keys(layout.table_starts.values()), seed=self.seed)
@@ -144,7 +150,7 @@ class HashEmbeddingStore(RowFiles, DynamicEmbeddingStore):
 
     def lookup(self, rows_U: Tensor) -> Tensor:  # noqa: D102 - inherited
         with self._mutex:
-            return self._gather(_array(rows_U), ["weight"], touch=True)["weight"]
+            return self._gather(_array(rows_U), ["weight"], touch=True)["weight"].float()
 
     def pooled_lookup(self, sparse: SparseFeatures) -> Tensor:  # noqa: D102 - inherited
         with self._mutex:
@@ -155,7 +161,7 @@ class HashEmbeddingStore(RowFiles, DynamicEmbeddingStore):
                 rows_U, inverse = np.unique(rows_N[missing], return_inverse=True)
                 places_U = self._index.high + np.arange(rows_U.size)  # behind all slots in use, and not taken
                 self._make_room(self._index.high + rows_U.size)
-                self._drawing.draw_into(rows_U, places_U, self.arrays["weight"].numpy())
+                self._draw(rows_U, places_U)
                 slots_N[missing] = places_U[inverse]
             slots = dataclasses.replace(sparse, values=torch.from_numpy(slots_N))
             return self._kernel.lookup(self.arrays["weight"], slots)
@@ -171,7 +177,7 @@ class HashEmbeddingStore(RowFiles, DynamicEmbeddingStore):
         array = self._array_of(name)
         with self._mutex:
             values = self._gather(self._numbers(rows), [array], touch=False)[array]
-        return digest_rows(values) if name == DIGEST else values
+        return digest_rows(values.float()) if name == DIGEST else values
 
     def live_rows(self) -> Tensor:  # noqa: D102 - inherited
         return in_order(self.rows_in_slots(0, self.num_slots))
@@ -210,10 +216,18 @@ class HashEmbeddingStore(RowFiles, DynamicEmbeddingStore):
         return values
 
     def _first_values(self, rows_U: np.ndarray) -> dict[str, Tensor]:
-        weight = torch.from_numpy(self._drawing.draw(rows_U))
+        weight = torch.from_numpy(self._drawing.draw(rows_U)).to(self.layout.dtype)
         clocks = torch.zeros(rows_U.size, dtype=torch.int32)
         tags = {name: torch.zeros(rows_U.size, dtype=self.arrays[name].dtype) for name in self._tags}
-        return {"weight": weight, **self.optimizer.initial_state(weight), CLOCK: clocks, **tags}
+        return {"weight": weight, **self.optimizer.initial_state(weight.float()), CLOCK: clocks, **tags}
+
+    def _draw(self, rows_U: np.ndarray, slots_U: np.ndarray) -> None:
+        """Write the first values of rows into these slots."""
+        weight = self.arrays["weight"]
+        if weight.dtype == torch.float32:
+            self._drawing.draw_into(rows_U, slots_U, weight.numpy())
+        else:
+            weight[torch.from_numpy(slots_U)] = torch.from_numpy(self._drawing.draw(rows_U)).to(weight.dtype)
 
     # --- Updates: they do --------------------------------------------------------------------------------------------
 
@@ -239,9 +253,9 @@ class HashEmbeddingStore(RowFiles, DynamicEmbeddingStore):
             rows_U, slots_U = self._index.admit(named, counts, always=always)
             self._note_size()
             if rows_U.size:
-                self._drawing.draw_into(rows_U, slots_U, self.arrays["weight"].numpy())
+                self._draw(rows_U, slots_U)
                 slots = torch.from_numpy(slots_U)
-                for name, state in self.optimizer.initial_state(self.arrays["weight"][slots]).items():
+                for name, state in self.optimizer.initial_state(self.arrays["weight"][slots].float()).items():
                     self.arrays[name][slots] = state
                 is_new = self.dynamic.expire_after is not None and not always
                 self.arrays[CLOCK][slots] = _UNTRAINED if is_new else 0
@@ -291,22 +305,26 @@ class HashEmbeddingStore(RowFiles, DynamicEmbeddingStore):
         slots_P = self.admit(_array(request.push_rows), _array(request.updates_per_push))
         kept = slots_P >= 0
         slots_P = slots_P[kept]
+        sent_P, clocks = _array(request.push_clocks)[kept], as_matrix(self.arrays[CLOCK])
         untrained = np.zeros(slots_P.size, dtype=np.bool_)
         if request.copies:
             untrained = self.arrays[CLOCK].numpy()[slots_P] == _UNTRAINED
         for name, amounts in request.updates.items():
             sign = np.float32(-1 if name == "weight" else 1)
-            add_rows(slots_P[~untrained], as_matrix(amounts)[kept][~untrained], as_matrix(self.arrays[name]), sign)
+            trained_P, amounts_P = slots_P[~untrained], as_matrix(amounts)[kept][~untrained]
+            add_rows(trained_P, amounts_P, as_matrix(self.arrays[name]), sign, clocks, sent_P[~untrained])
         for name, copies in request.copies.items():
-            as_matrix(self.arrays[name])[slots_P[untrained]] = as_matrix(copies)[kept][untrained]
+            array, slots = self.arrays[name], torch.from_numpy(slots_P[untrained])
+            array[slots] = copies[torch.from_numpy(kept)][torch.from_numpy(untrained)].to(array.dtype)
         self._note_trained(slots_P)
-        move_clocks(slots_P, _array(request.push_clocks)[kept], as_matrix(self.arrays[CLOCK]), request.clock == "sum")
+        move_clocks(slots_P, sent_P, clocks, request.clock == "sum")
         counters.add(self.arrays["counters"], STEP, request.num_steps)
         self._end_update()
 
     def fetch_and_check(self, request: RowExchange) -> RowValues:
         """The fetches and checks of a request that was checked; changes nothing."""
         values = self._gather(_array(request.fetch_rows), [*self.row_shapes, CLOCK], touch=True)
+        values["weight"] = values["weight"].float()
         clocks_C = self._gather(_array(request.check_rows), [CLOCK], touch=True)[CLOCK].clamp_(min=0).numpy()
         stale_C = np.zeros(clocks_C.size, dtype=np.bool_)
         if request.staleness is not None:

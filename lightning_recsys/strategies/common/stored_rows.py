@@ -48,12 +48,12 @@ def rows_of(
     if isinstance(backend, StoreBackend) and (dynamic := backend.dynamic) is not None:
         access: Any = {"read": dynamic.read, "write": dynamic.write, "clear": dynamic.clear}
         tables = tuple(dynamic.tables)
-        options: Any = {**access, **share, "optional": {PERIOD}}
+        options: Any = {**access, **share, "optional": {PERIOD}, "weight_dtype": backend.dtype_of("weight")}
         return {place: StoredRows(tables=tables, row_shapes=backend.row_shapes, live_ids=dynamic.live_ids, **options)}
     return {
         f"{place}.{table.name}.{name}": StoredTensor(
             shape=torch.Size((table.num_embeddings, *row_shape)),
-            dtype=torch.float32,
+            dtype=backend.dtype_of(name),
             read=partial(backend.read_rows, table.name, name),
             write=partial(backend.write_rows, table.name, name),
             optional=name == PERIOD,  # a checkpoint of another rule has none

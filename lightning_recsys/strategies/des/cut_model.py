@@ -240,7 +240,7 @@ class CutModel:
             values = backend.read(table, name)
         else:
             shape = (config.num_embeddings, *backend.row_shapes[name])
-            values = torch.full(shape, float("nan"), device=self._device)
+            values = torch.full(shape, float("nan"), device=self._device, dtype=backend.dtype_of(name))
         if complete and self._group.size() > 1:
             dist.broadcast(values, group=self._group, group_src=owner)
         return values
@@ -354,7 +354,10 @@ def field_costs(parts: Mapping[str, nn.Module], lookups: Mapping[str, float]) ->
     for part in parts.values():
         for _, collection in _modules(part, EmbeddingBagCollection):
             backend = cast(TableBackend, collection.embedding_bags)
-            row_bytes = sum(4 * torch.Size(shape).numel() for shape in backend.row_shapes.values())
+            row_bytes = sum(
+                backend.dtype_of(name).itemsize * torch.Size(shape).numel()
+                for name, shape in backend.row_shapes.items()
+            )
             for table in collection.tables:
                 first = table.feature_names[0]
                 num_bytes[first] = num_bytes.get(first, 0) + table.num_embeddings * row_bytes

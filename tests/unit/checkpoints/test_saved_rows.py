@@ -14,17 +14,25 @@ from lightning_recsys.tasks import CTRTask, load_for_prediction
 ROWS = torch.arange(300.0).view(100, 3)
 
 
+def in_chunks(rows: torch.Tensor) -> StoredTensor:
+    return StoredTensor(
+        shape=rows.shape,
+        dtype=rows.dtype,
+        read=lambda first, count: rows[first : first + count],
+        write=lambda first, values: None,
+    )
+
+
 @pytest.fixture
 def saved(tmp_path, monkeypatch):
     """A table in chunks of 7 rows, as many processes might have written it."""
     monkeypatch.setattr(stored, "BLOCK_BYTES", 7 * 3 * 4)
-    table = StoredTensor(
-        shape=ROWS.shape,
-        dtype=ROWS.dtype,
-        read=lambda first, count: ROWS[first : first + count],
-        write=lambda first, values: None,
-    )
-    state = {"table.weight": table, "half": torch.ones(2, dtype=torch.float16), "other": torch.ones(50, 3)}
+    state = {
+        "table.weight": in_chunks(ROWS),
+        "narrow": in_chunks(ROWS.bfloat16()),
+        "half": torch.ones(2, dtype=torch.float16),
+        "other": torch.ones(50, 3),
+    }
     save_folder(tmp_path / "a.ckpt", {"state_dict": state})
     return tmp_path / "a.ckpt"
 
@@ -34,6 +42,13 @@ def test_rows_when_asked_for_then_come_in_that_order_from_their_chunks_alone(sav
     asked = torch.tensor([99, 0, 7, 6, 6])
     assert torch.equal(rows.take(asked), ROWS[asked])
     assert sorted(rows._mapped) == [0, 1, 14]  # of 15 chunks
+
+
+def test_rows_when_saved_as_bfloat16_then_come_as_float32(saved):
+    asked = torch.tensor([99, 0, 7, 6, 6])
+    found = SavedRows(saved, "narrow").take(asked)
+    assert found.dtype == torch.float32
+    assert torch.equal(found, ROWS[asked].bfloat16().float())
 
 
 def test_rows_when_none_is_asked_for_then_none_come(saved):
@@ -65,15 +80,21 @@ def test_rows_when_there_is_no_such_tensor_then_it_is_named(saved):
 # --- A whole model ---------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture(params=["float32", "bfloat16"])
+def dtype(request):
+    """What rows are kept in."""
+    return request.param
+
+
 @pytest.fixture
-def trained():
+def trained(dtype):
     """A task with bags, weights that are not zero, and a batch."""
     torch.manual_seed(0)
     data = SyntheticDataModule(
         train_rows=64, batch_size=64, cardinalities=(20, 30, 9), multi_hot={"c1": 3}, num_dense=2
     )
     data.setup("fit")
-    task = CTRTask(DeepFM(data.num_dense, data.fields, embedding_dim=4, pooling="mean"))
+    task = CTRTask(DeepFM(data.num_dense, data.fields, embedding_dim=4, pooling="mean", dtype=dtype))
     optimizer = task.configure_optimizers()
     batch = next(iter(data.train_dataloader()))
     task.training_step(batch, 0)["loss"].backward()
@@ -82,12 +103,14 @@ def trained():
 
 
 @pytest.mark.parametrize("kind", ["file", "folder"])
-def test_model_when_loaded_for_prediction_then_predicts_the_same_without_rows_of_its_own(kind, trained, tmp_path):
+def test_model_when_loaded_for_prediction_then_predicts_the_same_without_rows_of_its_own(
+    kind, trained, dtype, tmp_path
+):
     data, task, batch = trained
     checkpoint = {"state_dict": task.state_dict(), "global_step": 1}
     path = tmp_path / "a.ckpt"
     torch.save(checkpoint, path) if kind == "file" else save_folder(path, checkpoint)
-    empty = CTRTask(DeepFM(data.num_dense, data.fields, embedding_dim=4, pooling="mean", device="meta"))
+    empty = CTRTask(DeepFM(data.num_dense, data.fields, embedding_dim=4, pooling="mean", device="meta", dtype=dtype))
     loaded = load_for_prediction(empty, path)
     assert not any(x.is_meta for x in loaded.parameters())
     with torch.no_grad():
