@@ -27,9 +27,9 @@ from torch import Tensor
 
 from lightning_recsys.compiled.hashing import GOLDEN, mix
 
-_MIX_1, _MIX_2, _GOLDEN = np.uint32(0x85EBCA6B), np.uint32(0xC2B2AE35), np.uint32(0x9E3779B9)
+_MIX, _GOLDEN = np.uint32(0x85EBCA6B), np.uint32(0x9E3779B9)
 _QUIET = 0x40  # keeps a NaN one, whose set bits all fall off
-_13, _16 = np.uint32(13), np.uint32(16)
+_16 = np.uint32(16)
 
 
 def as_loop_array(rows: Tensor) -> np.ndarray:
@@ -86,8 +86,7 @@ def _round_call(typing_context, value, noise, d):  # noqa: ANN001, ANN202
         word = ir.IntType(32)
         bits = builder.bitcast(arguments[0], word)
         mixed = builder.add(arguments[1], builder.mul(builder.trunc(arguments[2], word), word(int(_GOLDEN))))
-        mixed = builder.mul(builder.xor(mixed, builder.lshr(mixed, word(16))), word(int(_MIX_1)))
-        mixed = builder.mul(builder.xor(mixed, builder.lshr(mixed, word(13))), word(int(_MIX_2)))
+        mixed = builder.mul(builder.xor(mixed, builder.lshr(mixed, word(16))), word(int(_MIX)))
         up = builder.lshr(builder.add(bits, builder.lshr(mixed, word(16))), word(16))
         nan = builder.or_(builder.lshr(bits, word(16)), word(_QUIET))
         is_nan = builder.icmp_unsigned(">", builder.and_(bits, word(0x7FFFFFFF)), word(0x7F800000))
@@ -142,8 +141,7 @@ def round_stochastically(values_UD: Tensor, rows_U: Tensor, update: int) -> Tens
     with np.errstate(over="ignore"):
         noise = mix.py_func(rows * GOLDEN + np.array([update], dtype=np.int64).view(np.uint64)).astype(np.uint32)
         mixed = noise[:, None] + np.arange(values_UD.shape[1], dtype=np.uint32) * _GOLDEN
-        mixed = (mixed ^ (mixed >> _16)) * _MIX_1
-        mixed = (mixed ^ (mixed >> _13)) * _MIX_2
+        mixed = (mixed ^ (mixed >> _16)) * _MIX
     added = torch.from_numpy((mixed >> _16).astype(np.int32)).to(values_UD.device)
     bits = values_UD.contiguous().view(torch.int32)
     up = (bits + added) >> 16  # an arithmetic shift, of which the lower half stays

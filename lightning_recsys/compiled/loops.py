@@ -11,7 +11,7 @@ import numba
 from llvmlite import ir
 from numba.core import cgutils, types
 from numba.core.compiler_lock import global_compiler_lock
-from numba.extending import intrinsic
+from numba.extending import intrinsic, overload
 
 from lightning_recsys.compiled.one_compiler import compile_once
 
@@ -47,7 +47,7 @@ SOON = AHEAD // 2
 """The same for what is found through something that was asked for ``AHEAD`` of its use."""
 
 
-_LINE_BYTES = 64  # of a cache line on x86 and most of ARM; a wrong guess costs a little time only
+_LINE_BITS = 512  # of a cache line on x86 and most of ARM; a wrong guess costs a little time only
 
 
 def _prefetch_call(typing_context, array, position):  # noqa: ANN001, ANN202
@@ -68,8 +68,18 @@ def _prefetch_call(typing_context, array, position):  # noqa: ANN001, ANN202
 prefetch: Any = intrinsic(_prefetch_call)
 
 
+def _numbers_per_line(array):  # noqa: ANN001, ANN202
+    raise NotImplementedError
+
+
+@overload(_numbers_per_line, inline="always")
+def _constant_per_line(array):  # noqa: ANN001, ANN202
+    count = _LINE_BITS // array.dtype.bitwidth  # known when a loop is compiled, as `array.itemsize` is not
+    return lambda array: count
+
+
 @compile_loop
 def prefetch_row(rows, row):  # noqa: ANN001, ANN201
     """Ask for a row of a contiguous ``[R, D]``; any number is allowed, a wrong one only wastes the effort."""
-    for d in range(0, rows.shape[1], _LINE_BYTES // rows.itemsize):
+    for d in range(0, rows.shape[1], _numbers_per_line(rows)):
         prefetch(rows, row * rows.shape[1] + d)

@@ -17,7 +17,7 @@ from benchmarks.harness.turns import Turn, in_turns
 from benchmarks.harness.workload import Workload
 from benchmarks.peers.floor import table_batched_embeddings
 
-from lightning_recsys.embeddings import EmbeddingBagCollection, EmbeddingBagConfig, KernelName
+from lightning_recsys.embeddings import EmbeddingBagCollection, EmbeddingBagConfig, KernelName, RowDtype
 from lightning_recsys.optim import RowAdagrad, RowAdam, RowFTRL, RowOptimizer, RowWiseAdagrad
 
 Variant = Callable[[Turn], None]
@@ -47,11 +47,21 @@ class Tables:
             tables(batch.sparse.values, offsets).backward(gradient)
             turn.step_done(self.batch_size)
 
-    def collection(self, optimizer: RowOptimizer, kernel: KernelName, *, check_ids: bool = True) -> Variant:
+    def collection(
+        self,
+        optimizer: RowOptimizer,
+        kernel: KernelName,
+        *,
+        check_ids: bool = True,
+        dtype: RowDtype = RowDtype.FLOAT32,
+    ) -> Variant:
         """Ours, with one kernel."""
 
         def run(turn: Turn) -> None:
-            tables = [EmbeddingBagConfig(name, rows, self.dim, (name,)) for name, rows in self.work.fields.items()]
+            tables = [
+                EmbeddingBagConfig(name, rows, self.dim, (name,), dtype=dtype)
+                for name, rows in self.work.fields.items()
+            ]
             collection = EmbeddingBagCollection(tables, optimizer=optimizer, kernel=kernel, check_ids=check_ids)
             gradient = torch.randn(self.batch_size, self.work.num_fields, self.dim) * 1e-3
             for batch in cycle(self.work.batches(self.batch_size)):
@@ -82,6 +92,7 @@ def run(*, dims: list[int], batch_sizes: list[int], rounds: int, seconds: float)
             variants["numba"] = tables.collection(RowWiseAdagrad(), "numba")
             variants["numba, weight decay"] = tables.collection(RowWiseAdagrad(weight_decay=0.01), "numba")
             variants["numba, ids unchecked"] = tables.collection(RowWiseAdagrad(), "numba", check_ids=False)
+            variants["numba, bfloat16 rows"] = tables.collection(RowWiseAdagrad(), "numba", dtype=RowDtype.BFLOAT16)
             variants["numba Adagrad"] = tables.collection(RowAdagrad(), "numba")
             variants["numba Adam"] = tables.collection(RowAdam(), "numba")
             variants["numba FTRL"] = tables.collection(RowFTRL(), "numba")

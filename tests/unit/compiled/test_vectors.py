@@ -34,5 +34,5 @@ def test_arrays_when_they_are_not_contiguous_float32_then_no_loop_is_made(array)
     def copy(array):
         copy_floats(array, 0, array, 1, 1)
 
-    with pytest.raises(TypingError, match="contiguous float32 arrays only"):
+    with pytest.raises(TypingError, match="contiguous arrays of float32"):
         copy(array)
