@@ -27,9 +27,8 @@ from torch import Tensor
 
 from lightning_recsys.compiled.hashing import GOLDEN, mix
 
-_MIX, _GOLDEN = np.uint32(0x85EBCA6B), np.uint32(0x9E3779B9)
+_MIX, _GOLDEN, _WORD = 0x85EBCA6B, 0x9E3779B9, 0xFFFFFFFF
 _QUIET = 0x40  # keeps a NaN one, whose set bits all fall off
-_16 = np.uint32(16)
 
 
 def as_loop_array(rows: Tensor) -> np.ndarray:
@@ -56,7 +55,7 @@ def put_number(rows, row, d, value, noise):  # noqa: ANN001, ANN201
 
 
 def noise_of(rows, row, update):  # noqa: ANN001, ANN201
-    """What rounds a row at an update: nothing, where rows are float32; inside of loops only.
+    """The draw by which a row is rounded at an update; 0 where rows are float32. Inside of loops only.
 
     Args:
         rows: As for :func:`put_number`.
@@ -85,8 +84,8 @@ def _round_call(typing_context, value, noise, d):  # noqa: ANN001, ANN202
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         word = ir.IntType(32)
         bits = builder.bitcast(arguments[0], word)
-        mixed = builder.add(arguments[1], builder.mul(builder.trunc(arguments[2], word), word(int(_GOLDEN))))
-        mixed = builder.mul(builder.xor(mixed, builder.lshr(mixed, word(16))), word(int(_MIX)))
+        mixed = builder.add(arguments[1], builder.mul(builder.trunc(arguments[2], word), word(_GOLDEN)))
+        mixed = builder.mul(builder.xor(mixed, builder.lshr(mixed, word(16))), word(_MIX))
         up = builder.lshr(builder.add(bits, builder.lshr(mixed, word(16))), word(16))
         nan = builder.or_(builder.lshr(bits, word(16)), word(_QUIET))
         is_nan = builder.icmp_unsigned(">", builder.and_(bits, word(0x7FFFFFFF)), word(0x7F800000))
@@ -125,7 +124,7 @@ def _noise_of(rows, row, update):  # noqa: ANN001, ANN202
 
 
 def round_stochastically(values_UD: Tensor, rows_U: Tensor, update: int) -> Tensor:
-    """What loops write for these values of these rows at this update, in torch: bfloat16 ``[U, D]``, bit for bit.
+    """Round rows as loops do that write them at this update, bit for bit: bfloat16 ``[U, D]``.
 
     Args:
         values_UD: Float32.
@@ -137,13 +136,27 @@ def round_stochastically(values_UD: Tensor, rows_U: Tensor, update: int) -> Tens
     >>> rounded.unique().tolist(), round(rounded.mean().item(), 3)
     ([1.0, 1.0078125], 1.001)
     """
-    rows = rows_U.cpu().numpy().view(np.uint64)
-    with np.errstate(over="ignore"):
-        noise = mix.py_func(rows * GOLDEN + np.array([update], dtype=np.int64).view(np.uint64)).astype(np.uint32)
-        mixed = noise[:, None] + np.arange(values_UD.shape[1], dtype=np.uint32) * _GOLDEN
-        mixed = (mixed ^ (mixed >> _16)) * _MIX
-    added = torch.from_numpy((mixed >> _16).astype(np.int32)).to(values_UD.device)
+    noise_U = _mix(rows_U * _signed(int(GOLDEN)) + update) & _WORD
+    columns_D = torch.arange(values_UD.shape[1], device=values_UD.device) * _GOLDEN
+    mixed_UD = (noise_U.unsqueeze(1) + columns_D) & _WORD
+    added_UD = (((mixed_UD ^ (mixed_UD >> 16)) * _MIX) & _WORD) >> 16
     bits = values_UD.contiguous().view(torch.int32)
-    up = (bits + added) >> 16  # an arithmetic shift, of which the lower half stays
+    up = (bits + added_UD.to(torch.int32)) >> 16  # an arithmetic shift, of which the lower half stays
     halves = torch.where(values_UD.isnan(), (bits >> 16) | _QUIET, up)
     return halves.to(torch.int16).view(torch.bfloat16)
+
+
+def _mix(bits: Tensor) -> Tensor:
+    """:func:`~lightning_recsys.compiled.hashing.mix` on any device: int64, whose products wrap around."""
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        bits = (bits ^ _shifted(bits, shift)) * _signed(factor)
+    return bits ^ _shifted(bits, 31)
+
+
+def _shifted(bits: Tensor, count: int) -> Tensor:
+    """The shift of an unsigned number to the right."""
+    return (bits >> count) & ((1 << (64 - count)) - 1)
+
+
+def _signed(number: int) -> int:
+    return number - (1 << 64) if number >> 63 else number

@@ -16,7 +16,7 @@ class PoolingType(StrEnum):
 
 
 class RowDtype(StrEnum):
-    """What rows are kept in: float32, or bfloat16 in half the bytes. They are computed with in float32 in both."""
+    """The numbers in which rows are kept: float32, or bfloat16 in half the bytes. Both are computed with in float32."""
 
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"

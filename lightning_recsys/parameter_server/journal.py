@@ -31,7 +31,6 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_recsys.compiled.bfloat16 import as_loop_array
 from lightning_recsys.parameter_server.own_files import open_own
 from lightning_recsys.parameter_server.wire import MAX_WINDOW
 from lightning_recsys.stores.folders.locality import boot_id
@@ -286,7 +285,7 @@ class Journal:
             return
         self._recorded = None
         rows = None if undo.rows is None else undo.rows.numpy()
-        arrays = {name: as_loop_array(undo.arrays[name]) for name in (*undo.names, _COUNTERS)}
+        arrays = {name: undo.arrays.memory(name) for name in (*undo.names, _COUNTERS)}
         saved: list[_Saved] = []
         for name, array in arrays.items():
             shape = array.shape if rows is None or name == _COUNTERS else (rows.size, *array.shape[1:])
@@ -332,7 +331,7 @@ class Journal:
         rows = places.pop(_ROWS, None)
         for name, values in places.items():
             where = slice(None) if rows is None or name == _COUNTERS else rows
-            as_loop_array(arrays[name])[where] = values  # a row that is named twice was saved twice, and equal
+            arrays.memory(name)[where] = values  # a row that is named twice was saved twice, and equal
 
     def _reserve(self, size: int) -> None:
         if size <= self._reserved:

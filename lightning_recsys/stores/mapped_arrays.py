@@ -21,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lightning_recsys.compiled.bfloat16 import as_loop_array
 from lightning_recsys.errors import StoreReplacedError
 from lightning_recsys.stores.folders.room import check_room, fill_holes, has_holes, reserve
 
@@ -129,6 +130,10 @@ class MappedArrays:
         if self.is_removed:
             raise StoreReplacedError(str(self.folder))
         return self._tensors[name]
+
+    def memory(self, name: str) -> NDArray[Any]:
+        """An array as NumPy has it, which knows no bfloat16: its bits are uint16 there."""
+        return as_loop_array(self[name])
 
     @property
     def is_removed(self) -> bool:

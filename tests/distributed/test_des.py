@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from des_runs import (
@@ -66,6 +68,18 @@ def test_models_when_cut_over_processes_then_train_as_in_one(alone, tmp_path, wo
     for rank in range(world):
         for name, state in load(tmp_path / f"{rank}.pt").items():
             assert_same(state, alone[name], name)
+
+
+def test_rows_in_bfloat16_when_cut_over_processes_then_come_back_near_those_of_one():
+    case = replace(CASES["fm"], arguments={**CASES["fm"].arguments, "dtype": "bfloat16"})
+    cut, whole = state_of(case.fit(strategy=DESStrategy(), devices=2)), state_of(case.fit())
+    start = state_of(case.task())
+    assert cut.keys() == whole.keys()
+    for key, value in whole.items():
+        assert cut[key].dtype == value.dtype == start[key].dtype
+        off, moved = ((value.float() - other[key].float()).abs().mean().item() for other in (cut, start))
+        assert off <= 0.2 * moved, key  # a gradient that counts twice, or not at all, is off by all of it
+    assert {value.dtype for key, value in whole.items() if key.endswith(".weight")} >= {torch.bfloat16}
 
 
 def test_layers_that_are_whole_when_trained_with_dropout_and_bfloat16_then_are_the_same_bit_for_bit(tmp_path):

@@ -36,7 +36,7 @@ class TableLayout:
 
     @cached_property
     def dtype(self) -> torch.dtype:
-        """What the rows are kept in."""
+        """The dtype in which rows are kept."""
         return torch.bfloat16 if self.tables[0].dtype is RowDtype.BFLOAT16 else torch.float32
 
     @cached_property
