@@ -116,7 +116,7 @@ class Watched:
             staleness=status.get("mean_staleness"),
             memory=status["used_bytes"],
             queue=status["queued_bytes"],
-            note=_server_note(status["clients"], status["live_rows"], status["restarts"]),
+            note=_server_note(*(status.get(x, 0) for x in ("clients", "live_rows", "restarts", "full"))),
         )
 
 
@@ -151,7 +151,9 @@ def sample_of_metrics(text: str) -> Sample:
             staleness=(total(f"{_SERVER}_staleness_sum") or 0.0) / times if times else None,
             memory=total(f"{_SERVER}_memory_bytes", kind="used"),
             queue=total(f"{_SERVER}_queued_bytes"),
-            note=_server_note(*(total(f"{_SERVER}_{x}") or 0 for x in ("clients", "live_rows", "restarts_total"))),
+            note=_server_note(
+                *(total(f"{_SERVER}_{x}") or 0 for x in ("clients", "live_rows", "restarts_total", "full_total"))
+            ),
         )
     if (steps := total(f"{_WORKER}_steps_total")) is None:
         raise ValueError("tells no metrics of a server or a worker: it has not begun, or is something else")
@@ -175,9 +177,9 @@ def sample_of_metrics(text: str) -> Sample:
     )
 
 
-def _server_note(clients: float, rows: float, restarts: float) -> str:
-    note = f"{clients:,.0f} clients, {rows:,.0f} rows"
-    return f"{note}, {restarts:,.0f} restarts" if restarts else note
+def _server_note(clients: float, rows: float, restarts: float, full: float) -> str:
+    note = f"{clients:,.0f} clients, {rows:,.0f} rows" + (f", {restarts:,.0f} restarts" if restarts else "")
+    return f"{note}, full: {full:,.0f} refused" if full else note
 
 
 def _cells(now: Sample, last: Sample | None) -> list[str]:

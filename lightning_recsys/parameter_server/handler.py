@@ -42,6 +42,7 @@ from lightning_recsys.parameter_server.wire import (
     decode_request,
     encode_reply,
 )
+from lightning_recsys.stores.folders.room import is_for_want_of_room
 from lightning_recsys.stores.mapped_arrays import remove_leftovers
 
 MakeOffer = Callable[[Path, Limits, Callable[[], Peer | None]], Offer]
@@ -173,6 +174,7 @@ class RequestHandler:
             **self.stores.mapped.status(),
             "requests": counts.requests,
             "refused": counts.refused,
+            "full": counts.full,
             "received_bytes": sum(x.received_bytes for x in counts.operations.values()),
             "sent_bytes": sum(x.sent_bytes for x in counts.operations.values()),
             "queued_bytes": self.queued_bytes(),
@@ -232,6 +234,7 @@ class RequestHandler:
             status, reason = Status.MISSING, str(error.args[0])
         except Exception as error:  # whatever one request does to us, the next one is served
             status, reason = Status.FAILED, f"{type(error).__name__}: {error}"
+            self.counts.full += is_for_want_of_room(error)
         self.counts.refused += 1
         return Reply(request_id, status, reason[:2000])
 

@@ -104,6 +104,7 @@ def test_server_when_others_fill_its_memory_then_rows_that_exist_train_on_and_ne
         train(growing, 0, PUSHED)
         fill(memory / "tenant")
         train(fixed, 0, num_rows)  # not one of these pages was written to before
+        assert stores.status()["full"] == 0
         with pytest.raises(RequestRefusedError) as refused:
             stores.create_embedding_store("late", table(num_rows), RowSGD(), seed=0)
         needed, there, lacking = missing(str(refused.value))
@@ -115,6 +116,8 @@ def test_server_when_others_fill_its_memory_then_rows_that_exist_train_on_and_ne
         with pytest.raises(RequestRefusedError, match="no room for more rows") as refused:
             train(growing, PUSHED, one_piece + 2 * PUSHED)
         assert missing(str(refused.value))[0] == one_piece * (ROW_BYTES + 8)
+        status = stores.status()
+        assert status["full"] == status["refused"] >= 2
         rows_before = growing.num_live
         assert rows_before <= one_piece
         assert growing.lookup(torch.arange(PUSHED)).eq(-1).all()

@@ -55,6 +55,7 @@ class Counts:
     Attributes:
         requests: Requests that have come.
         refused: Those of them that were not carried out.
+        full: Those of these for which there was no room, in memory or on the disk.
         pushes: Number of pushes that were applied.
         duplicates: Pushes that came again, and were acknowledged without being applied.
         unfinished: Requests that other threads work on at the moment.
@@ -68,6 +69,7 @@ class Counts:
     def __init__(self, operations: Iterable[str] = ()) -> None:
         self.requests = 0
         self.refused = 0
+        self.full = 0
         self.pushes = 0
         self.duplicates = 0
         self.unfinished = 0

@@ -18,6 +18,7 @@ STALENESS_BOUNDS = [2**power for power in range(17)]
 _TOTALS = {
     "duplicates": "Pushes that came again and were acknowledged without being applied",
     "pushes": "Pushes that were applied",
+    "full": "Requests that were refused because there was no room",
     "restarts": "Earlier starts of a server on this folder",
 }
 _GAUGES = {  # by the name in the status, the metric's and what it is

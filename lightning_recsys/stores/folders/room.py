@@ -23,6 +23,7 @@ class _Names(NamedTuple):
     caches: tuple[str, str]
 
 
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM)
 _VERSION_1 = _Names("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_active_file", "total_inactive_file"))
 _VERSION_2 = _Names("memory.max", "memory.current", ("active_file", "inactive_file"))
 
@@ -131,6 +132,11 @@ def fill_holes(descriptor: int, stop: int, *, what: str, folder: Path) -> None:
         number = 0 if done else ctypes.get_errno()
     if number and number not in _CANNOT:
         raise no_room(number, what, folder, stop - status.st_blocks * _BLOCK_BYTES, there)
+
+
+def is_for_want_of_room(error: BaseException) -> bool:
+    """Whether an error says that there was no room, in memory or on the disk."""
+    return isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in _FULL)
 
 
 def no_room(number: int, what: str, folder: Path, needed: int, there: int) -> OSError:
