@@ -203,14 +203,13 @@ class NumbaKernel(Kernel):
 
     def lookup(self, rows: Tensor, sparse: SparseFeatures) -> Tensor:  # noqa: D102 - inherited
         out = torch.empty(sparse.batch_size, len(sparse.keys), rows.shape[1])
+        array = rows.numpy() if rows.dtype == torch.float32 else as_loop_array(rows)
         if sparse.is_single_hot and sparse.weights is None:
-            lookup_single_for(self.layout.embedding_dim)(
-                sparse.values.numpy(), self._starts, as_loop_array(rows), out.numpy()
-            )
+            lookup_single_for(self.layout.embedding_dim)(sparse.values.numpy(), self._starts, array, out.numpy())
         else:
             offsets, weights = sparse.bag_offsets().numpy(), _weights(sparse)
             lookup_bags_for(self.layout.embedding_dim)(
-                sparse.values.numpy(), offsets, weights, self._starts, as_loop_array(rows), out.numpy()
+                sparse.values.numpy(), offsets, weights, self._starts, array, out.numpy()
             )
         return out
 
