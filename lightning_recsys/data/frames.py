@@ -30,7 +30,8 @@ def frame_file(frame: Any, folder: Path) -> Path:
 
     Args:
         frame: A table with ``__arrow_c_stream__`` or ``__dataframe__``, such as one of pandas, polars or PyArrow, or a
-            ``Dataset`` or ``IterableDataset`` of Hugging Face, which is read once from its beginning.
+            ``Dataset`` or ``IterableDataset`` of Hugging Face, which is read once from its beginning. A ``LazyFrame``
+            of polars is collected.
         folder: Where the files are; made if it is not there.
 
     Raises:
@@ -63,6 +64,10 @@ def frame_file(frame: Any, folder: Path) -> Path:
 
 
 def _reader(frame: Any) -> pa.RecordBatchReader:
+    if hasattr(frame, "collect_schema") and hasattr(frame, "collect"):  # the plan of a frame, as polars has it
+        frame = frame.collect()
+    if hasattr(frame, "to_frame") and not hasattr(frame, "columns"):
+        raise TypeError(f"from_frame takes a table, and a {type(frame).__name__} is one column: give its .to_frame().")
     try:
         if hasattr(frame, "with_format") and hasattr(frame, "iter"):
             return _reader_of_batches(frame.with_format("arrow").iter(batch_size=_BATCH_ROWS))

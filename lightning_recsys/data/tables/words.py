@@ -42,7 +42,14 @@ def as_words(values: pa.ChunkedArray) -> pa.ChunkedArray:
     if pa.types.is_dictionary(kind):
         if pa.types.is_string(kind.value_type):
             return values
-        values, kind = pc.cast(values, kind.value_type), kind.value_type
+        # First words, then the rows: Arrow decodes dictionaries of few types.
+        chunks = [
+            pa.DictionaryArray.from_arrays(
+                chunk.indices, as_words(pa.chunked_array([chunk.dictionary])).combine_chunks()
+            )
+            for chunk in values.chunks
+        ]
+        return pa.chunked_array([chunk.dictionary_decode() for chunk in chunks], pa.string())
     if pa.types.is_string(kind):
         return values
     make = next((make for is_a, make in _KINDS if is_a(kind)), _cast)

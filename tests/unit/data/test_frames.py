@@ -84,11 +84,20 @@ def polars(frame: pd.DataFrame) -> object:
     return found.from_dict({name: frame[name].tolist() for name in frame}, strict=False).fill_nan(None)
 
 
+def of_categories(frame: pd.DataFrame, *, lazy: bool = False) -> object:
+    """A frame of polars whose words are categories, or the plan of one."""
+    found = pytest.importorskip("polars", reason="polars is not installed")
+    made = polars(frame).with_columns(found.col("user").cast(found.String).cast(found.Categorical))
+    return made.lazy() if lazy else made
+
+
 FRAMES = {
     "pandas": lambda frame: frame,
     "table": lambda frame: pa.Table.from_pandas(frame),
     "reader": lambda frame: pa.Table.from_pandas(frame).to_reader(max_chunksize=50),
     "polars": polars,
+    "categories": of_categories,
+    "lazy": partial(of_categories, lazy=True),
     "streamed": streamed,
     "dataset": partial(hugging_face, streams=False),
     "iterable": partial(hugging_face, streams=True),
@@ -172,6 +181,8 @@ def test_frame_when_it_has_an_index_then_that_is_a_column_where_it_says_somethin
 def test_frame_when_it_is_none_or_has_a_column_of_several_types_then_says_so(tmp_path):
     with pytest.raises(TypeError, match=r"__arrow_c_stream__ or __dataframe__, got dict"):
         TabularDataModule.from_frame({"clicked": [1]}, cache=tmp_path)
+    with pytest.raises(TypeError, match=r"a Series is one column: give its \.to_frame\(\)"):
+        TabularDataModule.from_frame(rows()["clicked"], label="clicked", cache=tmp_path)
     mixed = pd.DataFrame({"clicked": [0, 1], "user": pd.Series(["a", 1], dtype=object)})
     with pytest.raises(ValueError, match=r"cannot be made a table of Arrow: .*Give each column one type"):
         TabularDataModule.from_frame(mixed, label="clicked", cache=tmp_path)
