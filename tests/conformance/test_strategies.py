@@ -117,9 +117,7 @@ TABLE = (
     Row("factories:hierarchical_nets", 2, BASE | {"test_best", "free"}),
     Row("factories:hierarchical_groups", 2, BASE | {"test_best"}),
     Row("factories:ddp_by_yaml", 2, ROUNDED, task="bfloat16"),
-    Row("factories:shadowsync_trainers", 1, ROUNDED, task="bfloat16"),
     Row("factories:shadowsync_trainers", 2, BASE, task="bfloat16"),
-    Row("het", 1, BASE, task="bfloat16"),  # a cache has rows as they were before they were rounded
     Row("factories:het_by_messages", 2, BASE, task="bfloat16"),
     Row("factories:async_ps_by_yaml", 2, BASE, task="bfloat16"),
     # Combinations of parts that no paper has.
