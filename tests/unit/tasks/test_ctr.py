@@ -206,7 +206,7 @@ def test_bfloat16_mixed_then_trains_and_rows_stay_float32(tmp_path, model):
 
 
 def test_bfloat16_true_then_it_is_refused_and_told_what_to_use(tmp_path):
-    with pytest.raises(TypeError, match=r"rows are trained in float32.*precision='bf16-mixed'"):
+    with pytest.raises(TypeError, match=r"rows are kept as they were made.*precision='bf16-mixed'"):
         fit(make_trainer(tmp_path, precision="bf16-true"), make_task(), make_batches(1))
 
 
