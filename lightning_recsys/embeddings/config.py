@@ -54,8 +54,11 @@ class EmbeddingBagConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "feature_names", tuple(self.feature_names))
-        object.__setattr__(self, "pooling", PoolingType(self.pooling))
-        object.__setattr__(self, "dtype", RowDtype(self.dtype))
+        for name, kind in (("pooling", PoolingType), ("dtype", RowDtype)):
+            if (value := getattr(self, name)) not in list(kind):
+                allowed = " or ".join(repr(str(one)) for one in kind)
+                raise ValueError(f"table {self.name!r}: {name} must be {allowed}, got {value!r}.")
+            object.__setattr__(self, name, kind(value))
         if self.num_embeddings < 1 or self.embedding_dim < 1:
             raise ValueError(
                 f"table {self.name!r}: num_embeddings and embedding_dim must be at least 1, "

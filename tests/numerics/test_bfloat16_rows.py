@@ -145,7 +145,7 @@ def test_tables_when_of_two_dtypes_then_refused():
     ]
     with pytest.raises(ValueError, match=r"must share a dtype, got \['a: float32', 'b: bfloat16'\]"):
         EmbeddingBagCollection(tables)
-    with pytest.raises(ValueError, match="float16"):
+    with pytest.raises(ValueError, match="table 'a': dtype must be 'float32' or 'bfloat16', got 'float16'"):
         EmbeddingBagConfig("a", 5, 4, ("a",), dtype="float16")
     with pytest.raises(ValueError, match="on a GPU only"):
         EmbeddingBagCollection(tables[1:], kernel="fbgemm")

@@ -313,7 +313,7 @@ def test_pickle_then_a_free_copy_that_trains():
         (lambda: EmbeddingBagConfig("a", 0, 4, ("x",)), "must be at least 1, got 0 and 4"),
         (lambda: EmbeddingBagConfig("a.b", 1, 4, ("x",)), "must not be empty or hold a dot"),
         (lambda: EmbeddingBagConfig("a", 1, 4, ()), "at least one feature"),
-        (lambda: EmbeddingBagConfig("a", 1, 4, ("x",), pooling="max"), "'max' is not a valid PoolingType"),
+        (lambda: EmbeddingBagConfig("a", 1, 4, ("x",), pooling="max"), "pooling must be 'sum' or 'mean', got 'max'"),
     ],
 )
 def test_wrong_tables_then_a_sentence_says_what_is_allowed(make, message):
