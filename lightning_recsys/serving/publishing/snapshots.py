@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -18,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_recsys.embeddings import EmbeddingBagCollection, EmbeddingBagConfig, TableBackend
+from lightning_recsys.embeddings import EmbeddingBagCollection, EmbeddingBagConfig, RowDtype, TableBackend
 from lightning_recsys.serving.manifest import Drawing
 from lightning_recsys.serving.row_files import block_rows
 from lightning_recsys.stores.backend import StoreBackend
@@ -171,6 +172,8 @@ def snapshot_of(tables: Sequence[EmbeddingBagConfig], collection: EmbeddingBagCo
     """
     backend = backend_of(collection)
     dynamic = backend.dynamic if isinstance(backend, StoreBackend) else None
+    # Published rows have a format of their own, whatever those in training are kept in.
+    tables = [replace(config, dtype=RowDtype.FLOAT32) for config in tables]
     if dynamic is None:
         return [WholeTable(config) for config in tables]
     rules = [dynamic.drawing(config.name) for config in tables]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -60,10 +61,17 @@ class Trained:
     """A model whose rows are in stores, and a writer that publishes it."""
 
     def __init__(
-        self, program: Path, store_folder: Path, url: str | Path, *, dynamic: DynamicRows | None = None, **options
+        self,
+        program: Path,
+        store_folder: Path,
+        url: str | Path,
+        *,
+        dynamic: DynamicRows | None = None,
+        dtype: str = "float32",
+        **options,
     ):
         store_folder.mkdir(exist_ok=True)
-        tables = TABLES if dynamic is None else HUGE
+        tables = tuple(replace(table, dtype=dtype) for table in (TABLES if dynamic is None else HUGE))
         self.model = Sums(tables, device=None if dynamic is None else "meta")
         self.stores = MappedStores(store_folder)
         layout = TableLayout(tables)

@@ -48,15 +48,20 @@ def make(program, tmp_path):
 def assert_same(trained, model, ids=IDS):
     for table in ("a", "b"):
         some = ids[ids < 50] if table == "b" else ids
-        assert torch.equal(model.rows_of("embeddings", table, some), trained.rows(table, some))
+        assert torch.equal(model.rows_of("embeddings", table, some), trained.rows(table, some).float())
     assert torch.equal(model.weights["weight"], trained.model.weight)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_increments_when_applied_then_rows_have_the_bits_of_the_stores_and_only_changed_ones_are_written(
-    make, tmp_path
+    make, tmp_path, dtype
 ):
-    trained = make()
-    assert trained.publish().is_base
+    trained = make(dtype=dtype)
+    base = trained.publish()
+    assert base.is_base
+    (collection,) = json.loads(base.to_json())["collections"]
+    fields = {"name", "num_embeddings", "embedding_dim", "feature_names", "pooling", "init_std"}  # that readers know
+    assert {*collection["tables"][0]["config"]} == fields
     reader = ModelReader(tmp_path / "model")
     for step in range(4):
         trained.train([step, 7, 7, 20])
