@@ -28,7 +28,7 @@ from torch import Tensor
 from lightning_recsys.compiled.hashing import GOLDEN, mix
 
 _MIX, _GOLDEN, _WORD = 0x85EBCA6B, 0x9E3779B9, 0xFFFFFFFF
-_QUIET = 0x40  # keeps a NaN one, whose set bits all fall off
+_NAN = 0x7FC0  # what NaN becomes: of its own bits those that say so may fall off
 
 
 def as_loop_array(rows: Tensor) -> np.ndarray:
@@ -87,9 +87,8 @@ def _round_call(typing_context, value, noise, d):  # noqa: ANN001, ANN202
         mixed = builder.add(arguments[1], builder.mul(builder.trunc(arguments[2], word), word(_GOLDEN)))
         mixed = builder.mul(builder.xor(mixed, builder.lshr(mixed, word(16))), word(_MIX))
         up = builder.lshr(builder.add(bits, builder.lshr(mixed, word(16))), word(16))
-        nan = builder.or_(builder.lshr(bits, word(16)), word(_QUIET))
-        is_nan = builder.icmp_unsigned(">", builder.and_(bits, word(0x7FFFFFFF)), word(0x7F800000))
-        return builder.trunc(builder.select(is_nan, nan, up), ir.IntType(16))
+        is_nan = builder.fcmp_unordered("uno", arguments[0], arguments[0])
+        return builder.trunc(builder.select(is_nan, word(_NAN), up), ir.IntType(16))
 
     return types.uint16(types.float32, types.uint32, types.int64), generate
 
@@ -142,7 +141,7 @@ def round_stochastically(values_UD: Tensor, rows_U: Tensor, update: int) -> Tens
     added_UD = (((mixed_UD ^ (mixed_UD >> 16)) * _MIX) & _WORD) >> 16
     bits = values_UD.contiguous().view(torch.int32)
     up = (bits + added_UD.to(torch.int32)) >> 16  # an arithmetic shift, of which the lower half stays
-    halves = torch.where(values_UD.isnan(), (bits >> 16) | _QUIET, up)
+    halves = torch.where(values_UD.isnan(), _NAN, up)
     return halves.to(torch.int16).view(torch.bfloat16)
 
 
