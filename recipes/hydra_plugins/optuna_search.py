@@ -6,8 +6,11 @@ Hydra's own repository works with Optuna 2 only, whose searches cannot be taken 
 
 from __future__ import annotations
 
+import fcntl
 import logging
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -72,7 +75,8 @@ class OptunaSearch(Sweeper):
 
         Raises:
             ModuleNotFoundError: Optuna is not installed.
-            ValueError: nothing is to be searched, or a range is none; or the folder has a search for other settings.
+            ValueError: nothing is to be searched, or a range is none; or the folder has a search for other settings, or
+                one that is under way.
             SystemExit: the folder has as many trials as asked for, and each of them failed.
         """
         assert self.config is not None
@@ -82,15 +86,16 @@ class OptunaSearch(Sweeper):
         fixed, space = self._space(arguments)
         folder = Path(self.config.hydra.sweep.dir)
         folder.mkdir(parents=True, exist_ok=True)
-        OmegaConf.save(self.config, folder / "multirun.yaml")
-        study = self._study(folder, space)
-        while (done := len(study.trials)) < self._n_trials:
-            trials = [study.ask(dict(space)) for _ in range(min(self._n_jobs, self._n_trials - done))]
-            jobs = [[*fixed, *(f"{key}={value}" for key, value in trial.params.items())] for trial in trials]
-            self.validate_batch_is_legal(jobs)
-            for trial, job in zip(trials, self.launcher.launch(jobs, initial_job_idx=done), strict=True):
-                _tell(study, trial, job)
-        _write_best(study, folder)
+        with _alone(folder):
+            OmegaConf.save(self.config, folder / "multirun.yaml")
+            study = self._study(folder, space)
+            while (done := len(study.trials)) < self._n_trials:
+                trials = [study.ask(dict(space)) for _ in range(min(self._n_jobs, self._n_trials - done))]
+                jobs = [[*fixed, *(f"{key}={value}" for key, value in trial.params.items())] for trial in trials]
+                self.validate_batch_is_legal(jobs)
+                for trial, job in zip(trials, self.launcher.launch(jobs, initial_job_idx=done), strict=True):
+                    _tell(study, trial, job)
+            _write_best(study, folder)
 
     def _space(self, arguments: Sequence[str]) -> tuple[list[str], dict[str, BaseDistribution]]:
         """The overrides of all jobs, and what differs between them."""
@@ -142,6 +147,28 @@ class OptunaSearch(Sweeper):
         seed = {} if self._seed is None else {"seed": self._seed + len(study.trials)}
         study.sampler = getattr(optuna.samplers, self._sampler)(**seed)
         return study
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Hold a lock on a folder, which the system lets go of when the process ends, however it does.
+
+    Raises:
+        ValueError: another process holds it.
+    """
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(
+                f"another process searches in {folder}: wait until it has ended, or name another folder."
+            ) from None
+        except OSError as error:  # file systems of networks may have no locks
+            log.info("%s cannot be locked (%s): let no other process search there", folder, error)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _distribution(override: Override) -> BaseDistribution:

@@ -49,6 +49,9 @@ def test_search_when_it_is_killed_in_a_trial_then_the_next_command_does_the_othe
     )
     try:
         _wait_for(lambda: list(out.glob("0/metrics.json")), seconds=120)
+        second = run_forked("train.py", *search, "data.train_rows=1000", folder=tmp_path)
+        assert second.returncode == 1
+        assert f"another process searches in {out.name}: wait until it has ended" in second.stderr
     finally:
         killed.kill()
         killed.wait()
