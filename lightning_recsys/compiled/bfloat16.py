@@ -36,6 +36,10 @@ def as_loop_array(rows: Tensor) -> np.ndarray:
     return rows.view(torch.uint16).numpy() if rows.dtype == torch.bfloat16 else rows.numpy()
 
 
+# Loops call these three by name. When a loop is compiled, Numba puts the overload for its array in their place; as plain
+# functions they are never called.
+
+
 def number_at(rows, row, d):  # noqa: ANN001, ANN201
     """``rows[row, d]`` as float32; inside of loops only."""
     raise NotImplementedError
@@ -46,10 +50,10 @@ def put_number(rows, row, d, value, noise):  # noqa: ANN001, ANN201
 
     Args:
         rows: ``[R, D]``, of float32 or of bfloat16's bits.
-        row: Which.
-        d: Which of its numbers.
-        value: Float32.
-        noise: Of the row and its update, by :func:`noise_of`.
+        row: Number of the row that is written to.
+        d: Column of the number.
+        value: What is to stand there, float32; on average it does.
+        noise: The row's draw at this update, by :func:`noise_of`, uint32.
     """
     raise NotImplementedError
 
@@ -58,8 +62,8 @@ def noise_of(rows, row, update):  # noqa: ANN001, ANN201
     """The draw by which a row is rounded at an update; 0 where rows are float32. Inside of loops only.
 
     Args:
-        rows: As for :func:`put_number`.
-        row: Which.
+        rows: The array that is written to, whose dtype decides; ``[R, D]``.
+        row: Number of the row, which with the update and the column makes the draw.
         update: Number of the update, int64; one that comes again rounds the same way.
     """
     raise NotImplementedError
@@ -126,7 +130,7 @@ def round_stochastically(values_UD: Tensor, rows_U: Tensor, update: int) -> Tens
     """Round rows as loops do that write them at this update, bit for bit: bfloat16 ``[U, D]``.
 
     Args:
-        values_UD: Float32.
+        values_UD: Rows after the update, float32 ``[U, D]`` on any device.
         rows_U: The rows' numbers, int64.
         update: Number of the update.
 

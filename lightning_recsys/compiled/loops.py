@@ -69,6 +69,7 @@ prefetch: Any = intrinsic(_prefetch_call)
 
 
 def _numbers_per_line(array):  # noqa: ANN001, ANN202
+    """How many numbers of an array are in a cache line; in a loop the overload below stands in its place."""
     raise NotImplementedError
 
 

@@ -110,7 +110,7 @@ def codec_of_rows(layout: TableLayout, codec: Codec) -> Codec:
     Of a bag of several rows it is the sum that travels, rounded to the nearest bfloat16.
 
     Args:
-        layout: The tables.
+        layout: The store's tables, whose dtype decides.
         codec: The connection's, by which gradients and updates travel in any case.
     """
     return make_codec("bf16", "rows") if layout.dtype == torch.bfloat16 else codec

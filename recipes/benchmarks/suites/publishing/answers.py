@@ -85,12 +85,13 @@ def measure(*, batch_sizes: list[int], cardinalities: list[int] | None, seconds:
 
 @contextmanager
 def _server(folder: str, *arguments: str) -> Iterator[int]:
-    """A server on a free port, until the end; it ends with all that it has started."""
+    """A server on a free port, until the end; it ends with all that it has started, and its temporary files go."""
     port = free_port()
     command = python(*(argument.replace("{port}", str(port)) for argument in arguments))
-    with open(os.devnull, "w") as quiet:
+    # The processes of its group end at once, and none of them removes what it has for another one.
+    with open(os.devnull, "w") as quiet, tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as temporary:
         options: dict[str, Any] = {"cwd": folder, "stdout": quiet, "stderr": quiet, "start_new_session": True}
-        variables = environment() | {"OMP_NUM_THREADS": "1"}
+        variables = environment() | {"OMP_NUM_THREADS": "1", "TMPDIR": temporary}
         process = subprocess.Popen(command, env=variables, **options)  # noqa: S603 - our own interpreter
         try:
             yield port
