@@ -36,8 +36,8 @@ def as_loop_array(rows: Tensor) -> np.ndarray:
     return rows.view(torch.uint16).numpy() if rows.dtype == torch.bfloat16 else rows.numpy()
 
 
-# Loops call these three by name. When a loop is compiled, Numba puts the overload for its array in their place; as plain
-# functions they are never called.
+# Loops call these three by name. When a loop is compiled, Numba puts the overload for its array in their place, so that
+# these bodies never run.
 
 
 def number_at(rows, row, d):  # noqa: ANN001, ANN201
