@@ -127,6 +127,18 @@ class MappedEmbeddingStore(RowFiles):
         check_versions(self.normalization, versions, sparse.values.numel())
         return self._train_bags(sparse, grad_BFD, versions, lr=lr)
 
+    def begin_gradients(
+        self, sparse: SparseFeatures, grad_BFD: Tensor, *, lr: float, versions: Tensor | None = None
+    ) -> tuple[Tensor, Callable[[], Tensor | None]]:
+        """Do the part of :meth:`apply_gradients` that changes nothing; the arguments are right.
+
+        Returns:
+            The rows that will be trained, int64, in most cases each once; and what trains them, to be called before
+            another update of the store begins.
+        """
+        rows, train = self._begin_bags(sparse, grad_BFD, versions, lr=lr)
+        return torch.from_numpy(rows), train
+
     def apply_row_gradients(  # noqa: D102 - inherited
         self, rows_U: Tensor, grads_UD: Tensor, *, lr: float, versions: Tensor | None = None
     ) -> Tensor | None:

@@ -4,6 +4,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -74,7 +77,7 @@ class RowFiles(EmbeddingStore):
     def _choose_kernels(self, rows: TableLayout) -> None:
         """The kernels over the rows of the files: that of plain rows, and the one that sums for versioned rows."""
         self._kernel = choose_kernel("auto", rows, self.optimizer, torch.device("cpu"))
-        self._summing = NumbaKernel(rows, self.optimizer)
+        self._summing = self._kernel if isinstance(self._kernel, NumbaKernel) else NumbaKernel(rows, self.optimizer)
 
     @property
     def _state(self) -> dict[str, Tensor]:
@@ -94,12 +97,21 @@ class RowFiles(EmbeddingStore):
         self, sparse: SparseFeatures, grad_BFD: Tensor, versions: Tensor | None, *, lr: float
     ) -> Tensor | None:
         """Train the rows that features name by their places; returns staleness and count of each, with versions."""
-        if self.normalization is None:
-            weight, state, step = self._begin_update()
-            self._kernel.apply_gradients(weight, state, sparse, grad_BFD, lr=lr, step=step)
-            return None
+        return self._begin_bags(sparse, grad_BFD, versions, lr=lr)[1]()
+
+    def _begin_bags(
+        self, sparse: SparseFeatures, grad_BFD: Tensor, versions: Tensor | None, *, lr: float
+    ) -> tuple[NDArray[np.int64], Callable[[], Tensor | None]]:
+        """The rows that such an update will touch, and what makes it, before the next one begins."""
+        if self.normalization is None and self._kernel is not self._summing:
+            return self.layout.rows_of(sparse).numpy(), partial(self._train_by_kernel, sparse, grad_BFD, lr=lr)
         touched, sums, oldest = self._summing.sum_gradients(sparse, grad_BFD, versions)
-        return self._train_places(touched, sums, None if versions is None else torch.from_numpy(oldest), lr=lr)
+        numbers = None if versions is None else torch.from_numpy(oldest)
+        return touched, partial(self._train_places, touched, sums, numbers, lr=lr)
+
+    def _train_by_kernel(self, sparse: SparseFeatures, grad_BFD: Tensor, *, lr: float) -> None:
+        weight, state, step = self._begin_update()
+        self._kernel.apply_gradients(weight, state, sparse, grad_BFD, lr=lr, step=step)
 
     def _train_places(
         self, places: NDArray[np.int64], grads_UD: NDArray[np.float32], versions: Tensor | None, *, lr: float

@@ -80,8 +80,7 @@ class RowRequests:
         versions = self._versions(served, rest, sparse.values.numel()) if versioned else None
         grad_BFD = _gradients(rest, (sparse.batch_size, len(sparse.keys), served.dim), compression)
         check_rate(lr)
-        apply = partial(served.store.apply_gradients, sparse, grad_BFD, lr=lr, versions=versions)
-        return Push(apply, served.undo(served.store.layout.rows_of(sparse)))
+        return Push(*served.update(sparse, grad_BFD, lr=lr, versions=versions))
 
     def _apply_row_gradients(self, request: Request) -> Push:
         served = self._stores.embedding(request)

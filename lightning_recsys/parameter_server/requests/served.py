@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +90,17 @@ class ServedEmbedding(Served):
         """
         return Undo(self.store.arrays, (*self._trained, *others), rows)
 
+    def update(
+        self, sparse: SparseFeatures, grad_BFD: Tensor, *, lr: float, versions: Tensor | None
+    ) -> tuple[Callable[[], Tensor | None], Undo]:
+        """Make an update by the gradients of a pooled lookup ready: the call that makes it, and how to take it back.
+
+        The gradients are summed first, for the sums name the rows, each once.
+        """
+        assert isinstance(self.store, MappedEmbeddingStore), "the others have a class of their own"
+        rows, apply = self.store.begin_gradients(sparse, grad_BFD, lr=lr, versions=versions)
+        return apply, self.undo(rows)
+
 
 class ServedDynamic(ServedEmbedding):
     """An open store with dynamic rows."""
@@ -98,6 +111,12 @@ class ServedDynamic(ServedEmbedding):
         """Do as other stores do, by slots: the rows that the update will make are made here, and need no undoing."""
         slots = self.store.admit(rows.contiguous().numpy(), None if counts is None else counts.numpy())
         return super().undo(torch.from_numpy(slots[slots >= 0]), *others)
+
+    def update(  # noqa: D102 - inherited
+        self, sparse: SparseFeatures, grad_BFD: Tensor, *, lr: float, versions: Tensor | None
+    ) -> tuple[Callable[[], Tensor | None], Undo]:
+        apply = partial(self.store.apply_gradients, sparse, grad_BFD, lr=lr, versions=versions)
+        return apply, self.undo(self.store.layout.rows_of(sparse))
 
 
 class ServedDense(Served):
