@@ -25,13 +25,11 @@ from lightning_recsys.data.raw import TabularFormat
 from lightning_recsys.data.raw.cleaning import clean
 from lightning_recsys.data.raw.columns import Bags, RawColumns, RowJudge
 from lightning_recsys.data.raw.derived import derive
-from lightning_recsys.data.raw.kernels import KeyTable, hash_values
 from lightning_recsys.data.tables.columns import split_lists
 from lightning_recsys.data.tables.features import LARGEST, Categorical, Dense, Input, MultiValued, Vector
 from lightning_recsys.data.tables.schema import Schema, feature_name
 from lightning_recsys.data.tables.schema_parts import Split
 from lightning_recsys.data.tables.words import mixed_words, typed_array
-from lightning_recsys.data.tabular import TabularDataModule
 from lightning_recsys.embeddings import SparseFeatures
 from lightning_recsys.embeddings.int64_ids import as_int64s
 
@@ -102,12 +100,7 @@ class SchemaEncoder(RequestEncoder):
         self._encoding = encoding
         self._format = TabularFormat(schema=self._schema)
         self._rules = SchemaRules(given=encoding)
-        moments = [encoding.statistics[name] for name in schema.numeric]
-        self._summary_IK = np.array([[1, mean, std**2] for mean, std in moments]).reshape(-1, 3)
-        self._tables = {
-            feature_name(name): KeyTable(hash_values(values.cast(pa.binary())))
-            for name, values in encoding.vocabularies.items()
-        }
+        self._summary_IK, self._tables = encoding.summary_IK, encoding.key_tables()
         self._columns: dict[str, list[Input]] = {}
         for source, key in self._schema.inputs():
             if key != "label":
@@ -354,8 +347,9 @@ def encoder_of(datamodule: object, features: Mapping[str, int], num_dense: int) 
         features: The model's features, with how many ids each has: of rows that are ids already.
         num_dense: The model's numeric features.
     """
-    if isinstance(datamodule, TabularDataModule):
-        return SchemaEncoder(datamodule.schema, datamodule.encoding)
+    schema = getattr(datamodule, "schema", None)
+    if isinstance(schema, Schema):
+        return SchemaEncoder(schema, datamodule.encoding)  # type: ignore[attr-defined]
     return IdEncoder(features, num_dense)
 
 

@@ -59,13 +59,17 @@ class Encoding:
     @classmethod
     def load(cls, schema: Schema, root: Path, manifest: Manifest) -> Encoding:
         """The results of a preparation: vocabularies and statistics."""
+        return cls.read(schema, root / "vocabulary", manifest.details["learned"])
+
+    @classmethod
+    def read(cls, schema: Schema, folder: Path, learned: Mapping[str, Any]) -> Encoding:
+        """The vocabularies of a folder, and under ``mean`` and ``deviation`` of what was learned the statistics."""
         files = {
-            name: root / "vocabulary" / vocabulary_file(feature_name(name))
+            name: folder / vocabulary_file(feature_name(name))
             for name, feature in embedded(schema).items()
             if not feature.hash_buckets
         }
         tables = {name: pq.read_table(path, columns=["value"], use_threads=False) for name, path in files.items()}
-        learned = manifest.details["learned"]
         return cls(
             schema,
             vocabularies={name: table["value"].combine_chunks().cast(pa.string()) for name, table in tables.items()},
@@ -88,6 +92,22 @@ class Encoding:
             if feature.hash_buckets
             else len(self.vocabularies[name]) + FIRST_ID
             for name, feature in embedded(self._schema).items()
+        }
+
+    @property
+    def summary_IK(self) -> NDArray[np.float64]:
+        """The statistics as the rules of a schema take them: of each numeric feature one value, its mean and variance.
+
+        Whatever number of values that stands for, means and deviations follow from it.
+        """
+        moments = [self.statistics[name] for name in self._schema.numeric]
+        return np.array([[1, mean, std**2] for mean, std in moments]).reshape(-1, 3)
+
+    def key_tables(self) -> dict[str, KeyTable]:
+        """The vocabularies to look values up in, by the names of features in batches."""
+        return {
+            feature_name(name): KeyTable(hash_values(values.cast(pa.binary())))
+            for name, values in self.vocabularies.items()
         }
 
     @property

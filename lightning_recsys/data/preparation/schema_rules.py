@@ -68,8 +68,7 @@ class SchemaRules(ColumnRules):
         for name, values in self.given.vocabularies.items():
             write_values(folder, feature_name(name), values)
         sizes = {feature_name(name): len(values) for name, values in self.given.vocabularies.items()}
-        moments = [self.given.statistics[name] for name in _schema(raw_format).numeric]
-        return Learned([[1, mean, std**2] for mean, std in moments], sizes)
+        return Learned(self.given.summary_IK.tolist(), sizes)
 
     def num_hashed(self, raw_format: RawFormat) -> dict[str, int]:
         """See the base class."""

@@ -25,7 +25,7 @@ from lightning_recsys.data.raw.side_tables import SideTables, ambiguous
 from lightning_recsys.data.raw.table_file import TableFile
 from lightning_recsys.data.raw.text import Block, Position
 from lightning_recsys.data.tables.features import Input
-from lightning_recsys.data.tables.reading import partitions_of, read_header
+from lightning_recsys.data.tables.reading import Header, header_of, partitions_of, read_header
 from lightning_recsys.data.tables.schema import Schema, feature_name
 from lightning_recsys.data.tables.schema_parts import Label, TableFormat, require
 from lightning_recsys.data.tables.schema_parts import Split as SchemaSplit
@@ -189,6 +189,21 @@ class TabularFormat(RawFormat):
         """See the base class; :meth:`TableFile.blocks` says more."""
         return self._known_file(path).blocks(block_bytes=block_bytes, position=position)
 
+    def parse_table(self, path: Path, table: pa.Table) -> RawColumns:
+        """The rows of a table in memory, as if they were those of a file.
+
+        Args:
+            path: How errors call it.
+            table: The rows.
+
+        Raises:
+            ValueError: as of :meth:`parse_block`.
+        """
+        self._files[path] = self._file(path, header=header_of(path, table.schema))
+        data = table.combine_chunks().to_batches()
+        batch = data[0] if data else pa.RecordBatch.from_pylist([], table.schema)
+        return self.parse_block(path, Block(batch, Position(), Position(len(batch), 1, len(batch) + 1), 0))
+
     def parse_block(self, path: Path, block: Block) -> RawColumns:
         """See the base class.
 
@@ -235,18 +250,19 @@ class TabularFormat(RawFormat):
             self._files[path] = self._file(path)
         return self._files[path]
 
-    def _file(self, path: Path, *, carried: Sequence[str] = ()) -> TableFile:
+    def _file(self, path: Path, *, carried: Sequence[str] = (), header: Header | None = None) -> TableFile:
         """A file of rows, of which the columns are read that the schema speaks of and no side table has alone.
 
         Args:
             path: Path of the file, or of one in an archive.
             carried: Further columns to read.
+            header: Its columns, of a table in memory.
 
         Raises:
             ValueError: a column of the schema is in none of them, or the file has not what is to be carried.
         """
         table = self.format_of(path)
-        header = read_header(path, table)
+        header = header or read_header(path, table)
         names = header.columns
         for column in self._keys:
             if column not in names:

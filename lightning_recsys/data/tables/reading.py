@@ -20,7 +20,7 @@ import pyarrow.csv as arrow_csv
 from lightning_recsys.data.files import COMPRESSION, ByteSource
 from lightning_recsys.data.queries import query_of
 from lightning_recsys.data.tables.json_lines import Place, find_places
-from lightning_recsys.data.tables.record_files import open_records
+from lightning_recsys.data.tables.record_files import leaves, open_records
 from lightning_recsys.data.tables.schema_parts import Kind, TableFormat
 
 BLOCK_BYTES = 1 << 24  # also the longest row that can be read
@@ -80,9 +80,7 @@ def read_header(path: Path, table: TableFormat) -> Header:
     """
     kind = kind_of(path, table)
     if kind != "text":
-        found = _json_places(path, table) if kind == "json" else _typed_places(path, kind)
-        names = [".".join(place) for place in found]
-        header = Header(names, places=dict(zip(names, found, strict=True)))
+        header = _at_places(_json_places(path, table) if kind == "json" else _typed_places(path, kind))
     else:
         above, line = _first_line(path, table)
         left_out = [text for text in above if text.strip()]
@@ -90,10 +88,30 @@ def read_header(path: Path, table: TableFormat) -> Header:
             header = Header(table.column_names, len(above), left_out)
         else:
             header = Header(_split_line(line, path, table), len(above) + 1, left_out)
+    _check_names(path, header)
+    return replace(header, partitions=partitions_of(path))
+
+
+def header_of(path: Path, schema: pa.Schema) -> Header:
+    """The header of a table in memory, which errors call by a path.
+
+    Raises:
+        ValueError: it repeats a name.
+    """
+    header = _at_places(leaves(schema))
+    _check_names(path, header)
+    return header
+
+
+def _at_places(found: Sequence[Place]) -> Header:
+    names = [".".join(place) for place in found]
+    return Header(names, places=dict(zip(names, found, strict=True)))
+
+
+def _check_names(path: Path, header: Header) -> None:
     if twice := sorted({name for name in header.names if header.names.count(name) > 1}):
         where = "the first line names" if not header.places else "it has"
         raise ValueError(f"{path}: {where} column {', '.join(map(repr, twice))} more than once.")
-    return replace(header, partitions=partitions_of(path))
 
 
 def partitions_of(path: Path) -> dict[str, str | None]:
