@@ -8,13 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
-from ray.train import Result, RunConfig, ScalingConfig
+from ray.train import DataConfig, Result, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 
 from lightning_recsys.ray.backend import RecsysTorchConfig
 from lightning_recsys.ray.checkpoints import ReportCheckpoints, last_checkpoint
+from lightning_recsys.ray.encoding import EncodedDatasets
 from lightning_recsys.ray.environment import RayEnvironment
 from lightning_recsys.ray.servers import RayServers, RunningServers
+from lightning_recsys.strategies import DESStrategy
 from lightning_recsys.strategies.common.base import RecsysStrategy
 
 
@@ -62,7 +64,7 @@ def fit(
     scaling: ScalingConfig,
     servers: RayServers | None = None,
     run: RunConfig | None = None,
-    datasets: Mapping[str, Any] | None = None,
+    datasets: EncodedDatasets | Mapping[str, Any] | None = None,
 ) -> Result:
     """Train in Ray's workers.
 
@@ -83,7 +85,8 @@ def fit(
         servers: Servers of the strategy's stores, which outlive workers. By default the strategy has its own, beside
             the workers, which end with them.
         run: Name, storage and ``FailureConfig`` of the run.
-        datasets: Data sets of Ray Data by name.
+        datasets: Data sets of Ray Data: those of :func:`encode_datasets`, for a :class:`RayDataModule`, or others by
+            name, for ``ray.train.get_dataset_shard``.
 
     Returns:
         Ray's result: the last metrics, and the last checkpoint (:func:`path_in`).
@@ -96,12 +99,17 @@ def fit(
     def work() -> None:
         train(Worker(strategy, running))
 
+    config: DataConfig | None = None
+    given: Any = datasets
+    if isinstance(datasets, EncodedDatasets):
+        config, given = datasets.data_config(split=not isinstance(strategy, DESStrategy)), datasets.datasets
     trainer = TorchTrainer(
         work,
         torch_config=RecsysTorchConfig(),
         scaling_config=scaling,
         run_config=run,
-        datasets=None if datasets is None else dict(datasets),
+        datasets=given,
+        dataset_config=config,
     )
     return trainer.fit()
 

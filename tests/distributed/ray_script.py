@@ -21,6 +21,7 @@ os.environ |= {  # before Ray is imported: no processes that wait for work, no r
 import pytorch_lightning as pl
 import ray
 import ray.train
+import ray_data_runs
 import torch
 import torch.distributed as dist
 from ray.train import RunConfig, ScalingConfig
@@ -143,7 +144,6 @@ def recipe(folder):
             *("launcher.num_servers=1", f"launcher.store_folder={folder / 'recipe-stores'}"),
             f"hydra.run.dir={folder / 'output'}",
         ],
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parent)},
         stdout=(folder / "recipe.log").open("w"),
         stderr=subprocess.STDOUT,
     )
@@ -170,7 +170,9 @@ def main(folder):
         "server_pid": pid,
     }
     recipes.wait()
-    (folder / "results.json").write_text(json.dumps({"het": het}))
+    (folder / "data").mkdir()
+    from_data = ray_data_runs.main(folder / "data")
+    (folder / "results.json").write_text(json.dumps({"het": het, "data": from_data}))
     ray.shutdown()
 
 

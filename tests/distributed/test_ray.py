@@ -32,16 +32,28 @@ def runs(folder):
     """What the runs have said: results by run, and the lines of each rank by run."""
     before = set(SHARED_MEMORY.iterdir())
     command = [sys.executable, str(SCRIPT), str(folder)]
-    done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SCRIPT.parent)}  # of the workers, too
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
     results = json.loads((folder / "results.json").read_text())
+    from_data = results.pop("data")
     results["recipe"] = json.loads((folder / "output" / "metrics.json").read_text())
     for name, result in results.items():
         lines = [(folder / name / f"rank-{rank}.jsonl").read_text().splitlines() for rank in (0, 1)]
         result["ranks"] = [[json.loads(line) for line in rank] for rank in lines]
     results["output"] = (folder / "recipe.log").read_text()
+    from_data["seen"] = {path.stem: _seen(path) for path in (folder / "data").glob("*.jsonl")}
+    results["data"] = from_data
     results["folder"], results["new"] = folder, set(SHARED_MEMORY.iterdir()) - before
     return results
+
+
+def _seen(path):
+    """The rows of each batch that a rank has seen, by epoch."""
+    epochs = {}
+    for line in map(json.loads, path.read_text().splitlines()):
+        epochs.setdefault(line["epoch"], []).append(line["rows"])
+    return epochs
 
 
 @pytest.mark.parametrize(("name", "starts"), [("het", 1), ("recipe", 2)])
@@ -97,6 +109,52 @@ def test_checkpoints_then_each_epoch_has_reported_one_and_the_last_one_loads(run
     total = sum(x.double().sum().item() for x in read_checkpoint(last, weights_only=False)["state_dict"].values())
     (trained,) = (line["total"] for line in het["ranks"][0] if "total" in line)
     assert total == pytest.approx(trained, rel=1e-9)
+
+
+def test_ray_data_when_each_worker_has_a_shard_then_each_row_comes_to_one_of_them_in_another_order_each_epoch(runs):
+    seen = runs["data"]["seen"]
+    ranks = [seen["whole-0"], seen["whole-1"]]
+    orders = []
+    for epoch in (0, 1):
+        own = [[row for batch in rank[epoch] for row in batch] for rank in ranks]
+        assert [len(rows) for rows in own] == [501, 501]  # of 1003
+        assert len({*own[0], *own[1]}) == 1002
+        assert [[len(batch) for batch in rank[epoch]] for rank in ranks] == [[64] * 7 + [53]] * 2
+        orders.append(own)
+    assert [sorted(rows) for rows in orders[0]] == [sorted(rows) for rows in orders[1]]
+    assert orders[0] != orders[1]
+
+
+def test_ray_data_when_resumed_inside_an_epoch_then_the_very_next_batch_comes(runs):
+    seen = runs["data"]["seen"]
+    for rank in (0, 1):
+        assert seen[f"resumed-{rank}"] == {0: seen[f"whole-{rank}"][0][3:]}
+
+
+def test_ray_data_then_vocabularies_and_rows_are_those_of_a_file_with_these_rows(runs):
+    data = runs["data"]
+    assert data["same_encoding"]
+    assert data["rows_read"]["train"] == {"rows": 1003, "used": 1003, "skipped": 0, "comments": 0}
+    assert data["rows_read"]["validation"]["used"] == 100
+    block, ids = data["block"], data["ids"]
+    assert [list(row) for row in zip(block["row"], block["price"], strict=True)] == data["dense"]
+    size = len(data["dense"])
+    assert size > 100
+    assert block["shop"] == ids["shop"][:size]
+    assert block["user"] == ids["user"][:size]
+    tags = [tag for bag in block["tags"] for tag in bag]
+    assert tags == ids["tags"][: len(tags)]
+
+
+def test_ray_data_when_rows_cannot_be_encoded_then_errors_say_why_or_bad_rows_are_counted(runs):
+    said = runs["data"]["errors"]
+    assert said["bad row"].startswith("train, row 3, column 'clicked': the label must be 0 or 1")
+    assert "schema.categorical names column 'shop', which is not in train." in said["no column"]
+    assert "all 1003 training rows have the label 1 in column 'clicked'" in said["one label"]
+    assert "datasets needs train" in said["names"]
+    assert "schema.split" in said["split"]
+    assert said["skipped"]["train"] == {"rows": 1003, "used": 1002, "skipped": 1, "comments": 0}
+    assert {"shop", "tags"} <= set(said["guessed"])
 
 
 def test_cluster_when_it_has_ended_then_nothing_is_left(runs):

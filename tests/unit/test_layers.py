@@ -39,7 +39,7 @@ EDGES: dict[str, set[str]] = {
         "strategies",
     },
     "serving": {"callbacks", "compiled", "data", "embeddings", "errors", "launchers", "partition", "stores"},
-    "ray": {"launchers", "parameter_server", "strategies"},
+    "ray": {"data", "embeddings", "launchers", "parameter_server", "strategies"},
     "strategies": {
         "checkpoints",
         "compression",
