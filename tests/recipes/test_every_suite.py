@@ -29,6 +29,7 @@ ONE_RUN = "[data=synthetic,data.train_rows=640,data.val_rows=64,data.test_rows=3
 SMALLEST = {
     "single": "models=[dlrm] batch_sizes=[16] rows=4096 rounds=1 seconds=0.01",
     "kernels": "batch_sizes=[16] rounds=1 seconds=0.01",
+    "servers": "batch_sizes=[16] rows=4096 rounds=1 seconds=0.05",
     "data": "rows=4096 batch_sizes=[64] workers=[1,2] rounds=1 seconds=0.01 prepare_rows=2000",
     "shadowsync": "batch_size=16 rounds=1 seconds=0.1 store.shapes=[[16,16],[128,16]] store.rounds=1 store.seconds=0.01"
     " requests.rates=[1gbit] requests.batch_size=128 requests.dim=16 requests.rows=1024 requests.warm_steps=5"
