@@ -1,8 +1,7 @@
 """Suite ``servers``: the processor time that a parameter server takes for a worker's step, and for a cluster's.
 
-A step is a pooled lookup of a batch and a push of its gradients, over TCP on this machine. A plain ZeroMQ server that
-answers the same bytes takes turns with ours: the difference is the work of answering. The client is ours, as a worker
-has it.
+A step is a pooled lookup of a batch and a push of its gradients, over TCP on this machine. Servers that answer the same
+bytes and do nothing with them take turns with ours, one for each transport.
 """
 
 from __future__ import annotations
@@ -25,18 +24,16 @@ from benchmarks.harness.choices import check_numbers
 from benchmarks.harness.processes import environment, python
 from benchmarks.harness.report import Columns, Result
 from benchmarks.harness.workload import Workload
-from benchmarks.peers import zmq_echo
+from benchmarks.peers.echoes import TRANSPORTS, asking, make_credentials
 
 from lightning_recsys.embeddings import EmbeddingBagCollection, EmbeddingBagConfig
 from lightning_recsys.embeddings.kernels import TableLayout
 from lightning_recsys.monitoring.processes import processor_seconds
 from lightning_recsys.optim import RowWiseAdagrad
 from lightning_recsys.parameter_server import connect
-from lightning_recsys.parameter_server.keys import JobKeys
 from lightning_recsys.placement.queueing import closed_network_seconds
 
-OURS, ECHO = "server", "echo"
-HEADER_BYTES = 200  # of a request of ours, about
+OURS = "server"
 _HANDLER = re.compile(r"^lightning_recsys_server_request_seconds_sum\{.*\} (\S+)$", re.MULTILINE)
 
 Step = Callable[[], None]
@@ -96,8 +93,9 @@ class Requests:
     batch_size: int
 
     @contextmanager
-    def at_server(self, folder: Path, keys: Path | None) -> Iterator[Served]:
+    def at_server(self, folder: Path, credentials: Path | None) -> Iterator[Served]:
         """Our server, as it is started by hand."""
+        keys = None if credentials is None else credentials / "keys"
         tables = [EmbeddingBagConfig(name, rows, self.work.dim, (name,)) for name, rows in self.work.fields.items()]
         collection = EmbeddingBagCollection(tables, optimizer=RowWiseAdagrad())
         bind = ("--folder", str(folder), "--bind", "tcp://127.0.0.1:0", "--metrics-port", "0")
@@ -117,16 +115,19 @@ class Requests:
             yield Served(step, pid, lambda: _handler_seconds(metrics.split()[-1]))
 
     @contextmanager
-    def at_echo(self, keys: Path | None) -> Iterator[Served]:
+    def at_echo(self, transport: str, credentials: Path | None) -> Iterator[Served]:
         """The same bytes, answered by a server that does nothing with them."""
-        command = python("-m", "benchmarks.peers.zmq_echo", *([str(keys)] if keys else []))
-        loaded = JobKeys.load(keys) if keys else None
+        given = [] if credentials is None else [str(credentials)]
+        command = python("-m", "benchmarks.peers.echoes", transport, *given)
         ids, rows = (memoryview(bytearray(size)) for size in (self.id_bytes, self.row_bytes))
-        with running(command, lines=1) as (pid, (ready,)), zmq_echo.asking(ready.split()[-1], loaded) as socket:
+        with (
+            running(command, lines=1) as (pid, (ready,)),
+            asking(transport, ready.split()[-1], credentials) as ask,
+        ):
 
             def step() -> None:
-                zmq_echo.ask(socket, HEADER_BYTES, [ids], len(rows))
-                zmq_echo.ask(socket, HEADER_BYTES, [ids, rows], 0)
+                ask([ids], len(rows))
+                ask([ids, rows], 0)
 
             yield Served(step, pid)
 
@@ -171,53 +172,52 @@ def run(
     check_numbers("suite.servers", servers)
     work = Workload(rows=rows, dim=dim)
     lines: list[list[str]] = []
+    echoes: list[list[str]] = []
     forecasts: list[list[str]] = []
     bars: list[Bar] = []
     for batch_size in batch_sizes:
         requests = Requests(work, batch_size)
         for with_keys in (False, True):
             measured = _measure(requests, with_keys=with_keys, rounds=rounds, seconds=seconds)
-            ours, echo = measured[OURS], measured[ECHO]
+            ours = measured[OURS]
             name = f"B={batch_size}, {'with' if with_keys else 'without'} keys"
             megabytes = 2 * (requests.id_bytes + requests.row_bytes) / 1e6
-            numbers = (ours.ms("server"), ours.ms("handler"), echo.ms("server"), ours.ms("client"), echo.ms("client"))
-            core = (
-                1e3 / ours.ms("server") if ours.ms("server") else 0.0
-            )  # too short a turn has no hundredth of a second
-            lines.append([name, *(f"{x:.2f}" for x in numbers), f"{core:,.0f}", f"{megabytes:.1f}"])
+            core = 1e3 / ours.ms("server") if ours.ms("server") else 0.0  # a short turn has no hundredth of a second
+            taken = [f"{ours.ms(part):.2f}" for part in ("server", "handler", "client")]
+            lines.append([name, *taken, f"{core:,.0f}", f"{megabytes:.1f}"])
+            echoes.append([name, *(f"{measured[by].ms(end):.2f}" for by in TRANSPORTS for end in ("server", "client"))])
             if with_keys:
                 forecasts.append([name, *_forecast(ours.ms("server") / 1e3, batch_size, cluster, servers)])
             elif batch_size in _MOST_MS:
-                bars.append(
-                    Bar(f"work on the requests of a step, {name}", ours.ms("handler"), "at most", *_MOST_MS[batch_size])
-                )
-    header = ("", OURS, "of it work", ECHO, "our client", "echo's client", "steps/s of a core", "MB a step")
-    title = f"A step of {work.num_fields} fields, D={dim}: ms of processors"
+                most = _MOST_MS[batch_size]
+                bars.append(Bar(f"work on a step's requests, {name}", ours.ms("handler"), "at most", most, " ms"))
+    step = f"of a step of {work.num_fields} fields, D={dim}: ms of processors"
     foretold = f"Examples/s of {cluster['workers']:,.0f} workers that compute {cluster['worker_ms']:g} ms, by servers"
+    ends = [f"{by}, {end}" for by in TRANSPORTS for end in ("server", "client")]
     return [
-        Columns(title, header, lines),
+        Columns(f"Requests {step}", ("", OURS, "of it work", "client", "steps/s of a core", "MB a step"), lines),
+        Columns(f"The bytes {step}, answered without work", ("", *ends), echoes),
         Columns(foretold, ("", *map(str, servers)), forecasts),
         Bars(tuple(bars)),
     ]
 
 
-_MOST_MS = {512: (1.1, " ms"), 2048: (5.0, " ms")}  # half of what they took before rows were summed once
+_MOST_MS = {512: 1.1, 2048: 5.0}  # half of what they took before rows were summed once
 
 
 def _measure(requests: Requests, *, with_keys: bool, rounds: int, seconds: float) -> dict[str, Turns]:
-    """Both servers in turns."""
-    turns = {OURS: Turns(), ECHO: Turns()}
+    """All servers in turns."""
+    turns = {by: Turns() for by in (OURS, *TRANSPORTS)}
     with tempfile.TemporaryDirectory(prefix="lightning-recsys-servers-", dir=_memory()) as name, ExitStack() as opened:
-        folder, keys = Path(name) / "stores", None
-        if with_keys:
-            keys = Path(name) / "keys"
-            JobKeys.generate().save(keys)
-        served = {
-            OURS: opened.enter_context(requests.at_server(folder, keys)),
-            ECHO: opened.enter_context(requests.at_echo(keys)),
-        }
+        credentials = Path(name) / "credentials" if with_keys else None
+        if credentials is not None:
+            make_credentials(credentials)
+        served = {OURS: opened.enter_context(requests.at_server(Path(name) / "stores", credentials))}
+        for by in TRANSPORTS:
+            served[by] = opened.enter_context(requests.at_echo(by, credentials))
+        names = list(served)
         for number in range(rounds):
-            for by in (OURS, ECHO) if number % 2 else (ECHO, OURS):
+            for by in names[number % len(names) :] + names[: number % len(names)]:
                 served[by].take_turn(turns[by], seconds)
     return turns
 
