@@ -17,7 +17,7 @@ from rich.table import Table
 
 from lightning_recsys.parameter_server.client import Connection
 from lightning_recsys.parameter_server.connect import client_keys
-from lightning_recsys.parameter_server.keys import JobKeys
+from lightning_recsys.parameter_server.keys import JobKeys, KeyFile, add_client, remove_client
 from lightning_recsys.parameter_server.server import serve
 
 DESCRIPTION = """\
@@ -45,6 +45,10 @@ examples:
     lightning-recsys-server --make-keys job.keys
     lightning-recsys-server --folder /data/tables --bind tcp://0.0.0.0:5790 --keys job.keys
 
+  a client with keys of its own, and without them again; servers that run take note within a second:
+    lightning-recsys-server --add-client alice --keys job.keys
+    lightning-recsys-server --remove-client alice --keys job.keys
+
   with metrics for Prometheus, and health and readiness for Kubernetes, at http://0.0.0.0:9100:
     lightning-recsys-server --folder /data/tables --bind tcp://0.0.0.0:5790 --keys job.keys --metrics-port 9100
 
@@ -70,6 +74,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.make_keys:
             JobKeys.generate().save(options.make_keys)
             sys.stdout.write(f"{options.make_keys}: keys of one job. Whoever can read this file is let in.\n")
+        elif options.add_client or options.remove_client:
+            _change_clients(parser, options)
         elif options.status:
             _show_status(options.status, keys=options.keys, timeout=options.timeout, as_json=options.json)
         elif options.folder:
@@ -77,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             serve(
                 options.folder,
                 bind=options.bind,
-                keys=JobKeys.load(options.keys).server if options.keys else None,
+                keys=KeyFile(options.keys) if options.keys else None,
                 ready=_say_ready,
                 num_threads=options.threads,
                 max_clients=options.max_clients,
@@ -85,7 +91,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 monitored=_say_monitored,
             )
         else:
-            parser.error("one of --folder, --status and --make-keys is needed; --help explains them")
+            parser.error(
+                "one of --folder, --status, --make-keys, --add-client and --remove-client is needed; see --help"
+            )
     except (OSError, ValueError, RuntimeError, ImportError) as error:
         sys.stderr.write(f"lightning-recsys-server: {error}\n")
         return 1
@@ -103,6 +111,12 @@ def _parser() -> argparse.ArgumentParser:
     task.add_argument("--folder", type=Path, help="serve the stores of this folder, which is made if it is not there")
     task.add_argument("--status", metavar="ENDPOINT", help="ask the server at this endpoint how it is doing")
     task.add_argument("--make-keys", metavar="FILE", type=Path, help="write new keys to a new file and end")
+    task.add_argument(
+        "--add-client",
+        metavar="NAME",
+        help="let in a client with keys of its own, written to NAME.keys beside the file of --keys, and end",
+    )
+    task.add_argument("--remove-client", metavar="NAME", help="let it in no more, cut its connections, and end")
     parser.add_argument(
         "--bind",
         metavar="ENDPOINT",
@@ -113,7 +127,7 @@ def _parser() -> argparse.ArgumentParser:
         "--keys",
         metavar="FILE",
         type=Path,
-        help="key file of the job, to serve and to ask for status, or a token to ask with",
+        help="key file of the job, to serve, ask for status and change its clients; a client's own, or a token, to ask",
     )
     parser.add_argument("--threads", type=int, default=1, help="threads for arithmetic (default: %(default)s)")
     parser.add_argument(
@@ -134,6 +148,19 @@ def _parser() -> argparse.ArgumentParser:
         "--timeout", type=float, default=5.0, help="seconds to wait for the status (default: %(default)s)"
     )
     return parser
+
+
+def _change_clients(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    if options.keys is None:
+        parser.error("--add-client and --remove-client need --keys, the key file of the servers")
+    if options.add_client:
+        own = add_client(options.keys, options.add_client)
+        sys.stdout.write(
+            f"{own}: keys of {options.add_client} alone, for --keys, strategy.key_file and connect(keys=)\n"
+        )
+    else:
+        remove_client(options.keys, options.remove_client)
+        sys.stdout.write(f"{options.remove_client} is let in no more by servers with {options.keys}\n")
 
 
 def _say_ready(endpoint: str) -> None:

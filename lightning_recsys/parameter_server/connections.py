@@ -45,6 +45,7 @@ class Peer:
         descriptor: File descriptor of our end of the connection; ZeroMQ owns it.
         inode: Inode of our end, by which it is known from another connection that gets the same descriptor later.
         identity: ZeroMQ's name for it; empty until it has sent something.
+        key: Public key of the client, as ZeroMQ was told when it let it in; empty where clients have none.
         slot: Slot in the journal of the client that uses the connection; ``None`` until there is one.
         is_alive: Whether the connection is still open.
         was_heard: Whether a message has come since the last look.
@@ -55,6 +56,7 @@ class Peer:
     descriptor: int
     inode: int
     identity: bytes = b""
+    key: str = ""
     slot: int | None = None
     is_alive: bool = True
     was_heard: bool = False
@@ -115,11 +117,13 @@ class Connections:
             self.look()  # who had the descriptor before is gone by now
         if peer is None and name not in self._gone:
             peer = self._welcome(int(first.get("__fd")), name)
+            if peer is not None:
+                peer.key = _key_of(first)
         if peer is None:
             return self._gone.get(name)
         peer.was_heard = True
         if peer.unsent_bytes() > self._max_unsent and _does_not_take(peer):
-            self._cut(peer, f"does not take its answers: more than {self._max_unsent:,} bytes wait")
+            self.cut(peer, f"does not take its answers: more than {self._max_unsent:,} bytes wait")
             return None
         return peer
 
@@ -130,7 +134,7 @@ class Connections:
         try:
             self._router.send(peer.identity, _MORE | _NOBLOCK)
         except zmq.Again:
-            self._cut(peer, "does not take its answers: too many wait")
+            self.cut(peer, "does not take its answers: too many wait")
             return
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
@@ -171,7 +175,11 @@ class Connections:
                 if peer.was_heard:
                     peer.was_heard, peer.received = False, received
                 elif received - peer.received > self._max_unfinished:
-                    self._cut(peer, f"has sent more than {self._max_unfinished:,} bytes of one message")
+                    self.cut(peer, f"has sent more than {self._max_unfinished:,} bytes of one message")
+
+    def named(self) -> list[Peer]:
+        """The connections over which something has come."""
+        return list(self._by_identity.values())
 
     def queued_bytes(self) -> int:
         """Bytes that the system has received and nobody has read yet, of all connections; from any thread."""
@@ -215,11 +223,19 @@ class Connections:
                 4 * limit,
             )
 
-    def _cut(self, peer: Peer, why: str) -> None:
+    def cut(self, peer: Peer, why: str) -> None:
         """End a connection; ZeroMQ finds it ended, and frees what was kept for it."""
         with suppress(OSError), _borrowed(peer) as connected:
             connected.shutdown(socket.SHUT_RDWR)
             log.warning("A connection is cut whose other end %s.", why)
+
+
+def _key_of(frame: zmq.Frame) -> str:
+    """The public key of the client that has sent a frame."""
+    try:
+        return str(frame.get("User-Id"))
+    except zmq.ZMQError:  # it came in without
+        return ""
 
 
 def _does_not_take(peer: Peer) -> bool:

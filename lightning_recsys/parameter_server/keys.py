@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import hmac
 import json
+import logging
 import os
+import re
 import secrets
 import stat
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import zmq
 from zmq.utils import z85
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -43,14 +48,20 @@ class ClientKeys:
     public: bytes
     secret: bytes = field(repr=False)
 
+    def save(self, path: Path) -> None:
+        """Write a file that nobody but its owner can read; errors as of :meth:`JobKeys.save`."""
+        parts = {"server_public": self.server, "client_public": self.public, "client_secret": self.secret}
+        _write_secret(path, _as_json(parts))
+
 
 @dataclass(frozen=True)
 class JobKeys:
-    """The keys of one job: one pair for its servers, one for its clients.
+    """The keys of one job: one pair for its servers, one for its clients, and the public keys of further clients.
 
     Args:
         server: The servers' half.
-        client: The clients' half.
+        client: The clients' half, which all may use that have no keys of their own.
+        named: Public keys of clients with keys of their own, by name.
 
     >>> keys = JobKeys.generate()
     >>> JobKeys.from_bytes(keys.to_bytes()) == keys
@@ -59,15 +70,24 @@ class JobKeys:
 
     server: ServerKeys
     client: ClientKeys
+    named: Mapping[str, bytes] = field(default_factory=dict)
 
     @classmethod
     def generate(cls) -> JobKeys:
         """New keys from the system's random generator."""
-        return cls._from_pairs(zmq.curve_keypair(), zmq.curve_keypair())
+        return cls._from_pairs(zmq.curve_keypair(), zmq.curve_keypair(), {})
 
     @classmethod
-    def _from_pairs(cls, server: tuple[bytes, bytes], client: tuple[bytes, bytes]) -> JobKeys:
-        return cls(ServerKeys(*server, clients=(client[0],)), ClientKeys(server[0], *client))
+    def _from_pairs(
+        cls, server: tuple[bytes, bytes], client: tuple[bytes, bytes], named: Mapping[str, bytes]
+    ) -> JobKeys:
+        known = (client[0], *named.values())
+        return cls(ServerKeys(*server, clients=known), ClientKeys(server[0], *client), named)
+
+    def with_clients(self, named: Mapping[str, bytes]) -> JobKeys:
+        """The same keys, with these clients of their own and no others."""
+        known = (self.client.public, *named.values())
+        return replace(self, server=replace(self.server, clients=known), named=dict(named))
 
     def to_bytes(self) -> bytes:
         """For a key file, or to spread within a job (a c10d store); whoever has them is let in."""
@@ -77,7 +97,7 @@ class JobKeys:
             "client_public": self.client.public,
             "client_secret": self.client.secret,
         }
-        return json.dumps({name: key.decode("ascii") for name, key in parts.items()}, indent=2).encode()
+        return _as_json(parts, {name: key.decode("ascii") for name, key in self.named.items()})
 
     @classmethod
     def from_bytes(cls, data: bytes) -> JobKeys:
@@ -88,18 +108,14 @@ class JobKeys:
         """
         try:
             parts = json.loads(data)
-            keys = [
-                parts[f"{owner}_{half}"].encode() for owner in ("server", "client") for half in ("public", "secret")
-            ]
-            pairs = (keys[0], keys[1]), (keys[2], keys[3])
-            valid = all(
-                zmq.curve_public(secret) == public and len(z85.decode(public)) == 32 for public, secret in pairs
-            )
+            pairs = [(parts[f"{x}_public"].encode(), parts[f"{x}_secret"].encode()) for x in ("server", "client")]
+            named = {name: key.encode() for name, key in parts.get("clients", {}).items()}
+            valid = all(map(_is_pair, pairs)) and all(map(_is_public, named.values()))
         except (ValueError, TypeError, KeyError, AttributeError, zmq.ZMQError):
             valid = False
         if not valid:
             raise ValueError("these are no keys of a job: `lightning-recsys-server --make-keys FILE` makes some.")
-        return cls._from_pairs(*pairs)
+        return cls._from_pairs(pairs[0], pairs[1], named)
 
     def save(self, path: Path) -> None:
         """Write a key file that nobody but its owner can read.
@@ -122,6 +138,92 @@ class JobKeys:
             return cls.from_bytes(content)
         except ValueError as error:
             raise ValueError(f"key file {path}: {error}") from None
+
+
+def add_client(path: Path, name: str) -> Path:
+    """Give a client keys of its own, whose public one servers with this key file let in from now on.
+
+    Args:
+        path: The key file of a job, to which the public key is added.
+        name: The client's name: letters, digits, ``.``, ``_`` and ``-``.
+
+    Returns:
+        The file with the client's keys, ``NAME.keys`` beside the job's. It holds nothing of other clients.
+
+    Raises:
+        FileNotFoundError: there is no such key file.
+        FileExistsError: there is a file of the client's already.
+        ValueError: the name is none, or is taken; or errors as of :meth:`JobKeys.load`.
+    """
+    keys = JobKeys.load(path)
+    if not _NAME.fullmatch(name):
+        raise ValueError(f"a client's name is 1 to 64 letters, digits, '.', '_' or '-', got {name!r:.100}.")
+    if name in keys.named:
+        raise ValueError(f"{path} has a client {name!r} already: remove it first (--remove-client {name}).")
+    own, (public, secret) = path.with_name(f"{name}.keys"), zmq.curve_keypair()
+    # The client's file first: who is killed between the two leaves keys that open nothing.
+    ClientKeys(keys.server.public, public, secret).save(own)
+    _replace_secret(path, keys.with_clients({**keys.named, name: public}).to_bytes())
+    return own
+
+
+def remove_client(path: Path, name: str) -> None:
+    """Let a client in no more: servers with this key file cut its connections within a second or so.
+
+    Raises:
+        FileNotFoundError: there is no such key file.
+        ValueError: it has no such client; or errors as of :meth:`JobKeys.load`.
+    """
+    keys = JobKeys.load(path)
+    if name not in keys.named:
+        raise ValueError(f"{path} has no client {name!r}; it has {sorted(keys.named)}.")
+    _replace_secret(path, keys.with_clients({x: key for x, key in keys.named.items() if x != name}).to_bytes())
+
+
+class KeyFile:
+    """A job's key file as a server sees it: whoever is added to it, or removed, is so while the server runs.
+
+    Args:
+        path: The file. It stays what it was where it cannot be read any more; the server's own pair never changes.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: as of :meth:`JobKeys.load`.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._stamp = path, _stamp(path)
+        self.keys = JobKeys.load(path).server
+        self._known = frozenset(self.keys.clients)
+
+    def knows(self, client: bytes) -> bool:
+        """Whether a client with this public key is let in."""
+        return client in self._known
+
+    def look(self) -> bool:
+        """Read it again if it has changed, and say whether other clients are known now."""
+        if (stamp := _stamp(self._path)) == self._stamp:
+            return False
+        self._stamp = stamp
+        try:
+            found = JobKeys.load(self._path).server
+        except (OSError, ValueError) as error:
+            log.warning("The key file cannot be read, so the clients stay those that it had: %s", error)
+            return False
+        if found.public != self.keys.public:
+            log.warning("%s has other keys of the server now, which count from its next start on.", self._path)
+            return False
+        self.keys, before = found, self._known
+        self._known = frozenset(found.clients)
+        return before != self._known
+
+
+def _stamp(path: Path) -> tuple[int, int, int] | None:
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_size, status.st_ino
 
 
 TOKEN = ".token"  # noqa: S105 - a file's name, in a server's folder
@@ -174,17 +276,61 @@ class Token:
 
 
 def load_client_keys(path: Path) -> ClientKeys | Token:
-    """The keys that a client needs, from a key file of a job or a server's token.
+    """The keys that a client needs, from its own file, the key file of a job, or a server's token.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: others can read the file, or it holds neither.
+        ValueError: others can read the file, or it holds none of them.
     """
     try:
-        is_token = "token" in json.loads(_read_secret(path))
+        content = json.loads(_read_secret(path))
+        names = set(content)
     except (TypeError, json.JSONDecodeError, UnicodeDecodeError):
-        is_token = False
-    return Token.load(path) if is_token else JobKeys.load(path).client
+        names = set()
+    if "token" in names:
+        return Token.load(path)
+    if "client_secret" in names and "server_secret" not in names:
+        return _own_keys(content, path)
+    return JobKeys.load(path).client
+
+
+def _own_keys(content: Mapping[str, object], path: Path) -> ClientKeys:
+    found = [content.get(name) for name in ("server_public", "client_public", "client_secret")]
+    server, public, secret = (key.encode() if isinstance(key, str) else b"" for key in found)
+    if not _is_public(server) or not _is_pair((public, secret)):
+        raise ValueError(f"key file {path}: these are no keys of a client. `--add-client NAME --keys FILE` makes some.")
+    return ClientKeys(server, public, secret)
+
+
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+
+
+def _is_public(key: bytes) -> bool:
+    try:
+        return len(key) == 40 and len(z85.decode(key)) == 32
+    except (ValueError, KeyError):
+        return False
+
+
+def _is_pair(pair: tuple[bytes, bytes]) -> bool:
+    public, secret = pair
+    try:
+        return _is_public(public) and zmq.curve_public(secret) == public
+    except (ValueError, TypeError, zmq.ZMQError):
+        return False
+
+
+def _as_json(parts: Mapping[str, bytes], clients: Mapping[str, str] | None = None) -> bytes:
+    content: dict[str, object] = {name: key.decode("ascii") for name, key in parts.items()}
+    return json.dumps(content | ({"clients": dict(clients)} if clients else {}), indent=2).encode()
+
+
+def _replace_secret(path: Path, content: bytes) -> None:
+    """Put other content into a file, whole or not at all."""
+    new = path.with_name(f".{path.name}-{os.getpid()}")
+    new.unlink(missing_ok=True)
+    _write_secret(new, content)
+    new.replace(path)
 
 
 def _write_secret(path: Path, content: bytes) -> None:

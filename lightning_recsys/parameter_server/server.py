@@ -27,7 +27,7 @@ from zmq.utils.monitor import recv_monitor_message
 from lightning_recsys.monitoring import MonitoringEndpoint
 from lightning_recsys.parameter_server.connections import LOOK_MILLISECONDS, Connections, Peer
 from lightning_recsys.parameter_server.handler import MakeOffer, RequestHandler, Unfinished
-from lightning_recsys.parameter_server.keys import ServerKeys, Token
+from lightning_recsys.parameter_server.keys import KeyFile, ServerKeys, Token
 from lightning_recsys.parameter_server.own_files import check_own_folder, make_own_folder, open_own
 from lightning_recsys.parameter_server.sockets import allow_descriptors, expect_heartbeats, is_loopback, send_unpaced
 from lightning_recsys.parameter_server.watched.metrics import collect
@@ -53,7 +53,7 @@ def serve(
     folder: Path,
     *,
     bind: str | None = None,
-    keys: ServerKeys | None = None,
+    keys: ServerKeys | KeyFile | None = None,
     ready: Callable[[str], None] = lambda endpoint: None,
     num_threads: int = 1,
     limits: Limits | None = None,
@@ -74,8 +74,9 @@ def serve(
         folder: The stores; made, for this user alone, if it is not there. One server per folder.
         bind: Where to listen: ``ipc:///socket``, a file that is made, or ``tcp://host:port``, of which port 0 is a free
             one. Default: a socket in the folder, so that whoever may write to the folder is let in.
-        keys: Who may talk to it over TCP; needed for every address but the machine's own, where without keys the
-            folder's token is asked for (:class:`~lightning_recsys.parameter_server.keys.Token`).
+        keys: Who may talk to it over TCP, which may change meanwhile with a :class:`KeyFile`; needed for every address
+            but the machine's own, where without keys the folder's token is asked for
+            (:class:`~lightning_recsys.parameter_server.keys.Token`).
         ready: Called with the endpoint as soon as it listens.
         num_threads: Threads for the arithmetic, as in :func:`lightning_recsys.runtime.configure_worker`.
         limits: What one request, and its reply, may take.
@@ -143,7 +144,7 @@ class Server:
         folder: Path,
         *,
         bind: str | None = None,
-        keys: ServerKeys | None = None,
+        keys: ServerKeys | KeyFile | None = None,
         limits: Limits | None = None,
         max_clients: int = 1024,
         offer: MakeOffer | None = None,
@@ -158,7 +159,7 @@ class Server:
         self.handler = RequestHandler(folder, limits=limits, max_clients=max_clients, offer=offer)
         if self.handler.recovered:
             log.warning("The server of %s was killed while it applied a push; what it touched is as before.", folder)
-        self._keys: ServerKeys | Token | None = keys
+        self._keys: ServerKeys | KeyFile | Token | None = keys
         self._wake, self.waker = socket.socketpair()
         self.waker.setblocking(False)
         # Requests whose results are there, with who asked: other threads add to it, and wake the loop, which answers.
@@ -193,13 +194,13 @@ class Server:
             self.close()
             raise
 
-    def _ask_for(self, keys: ServerKeys | Token | None) -> None:
+    def _ask_for(self, keys: ServerKeys | KeyFile | Token | None) -> None:
         """Have ZeroMQ let nobody in who does not prove to know them, before anything of a message is read."""
         if isinstance(keys, Token):
             self._router.plain_server = True
         elif keys is not None:
             self._router.curve_server = True
-            self._router.curve_secretkey = keys.secret
+            self._router.curve_secretkey = _server_keys(keys).secret
         if keys is not None:
             self._router.zap_domain = b"lightning_recsys"  # without which nobody would be asked
 
@@ -220,7 +221,7 @@ class Server:
 
     def run(self) -> None:
         """Serve until told to stop, then answer what has arrived."""
-        poller, connections, next_look = zmq.Poller(), self._connections, 0.0
+        poller, connections, next_look, next_keys = zmq.Poller(), self._connections, 0.0, 0.0
         assert connections is not None
         for source in (self._router, connections.monitor, self._key_check, self._wake.fileno(), *self._stopping):
             poller.register(source, zmq.POLLIN)
@@ -237,8 +238,11 @@ class Server:
             ):
                 break
             self._answer_finished()
+            if (now := time.monotonic()) >= next_keys:
+                self._look_at_keys()
+                next_keys = now + LOOK_MILLISECONDS / 1000
             # Only when every whole message was served do the bytes that are left belong to one that is not whole.
-            if (self._router not in ready or self._serve_some()) and (now := time.monotonic()) >= next_look:
+            if (self._router not in ready or self._serve_some()) and now >= next_look:
                 connections.cut_unfinished()
                 next_look = now + LOOK_MILLISECONDS / 1000
         self._drain()
@@ -289,7 +293,9 @@ class Server:
         except zmq.Again:
             return False
         peer = self._connections.sender(sender, frames[0])
-        if peer is not None:
+        if peer is not None and self._is_shut_out(peer):
+            self._connections.cut(peer, "is let in no more")
+        elif peer is not None:
             # What a client had sent before it went still counts, such as its goodbye; there is nobody to answer.
             # The push counts before its answer is sent: killed between the two, the server leaves a client that sends
             # it again, and is told by the next server that it was applied.
@@ -301,16 +307,30 @@ class Server:
                 self._connections.send(peer, reply)
         return True
 
+    def _look_at_keys(self) -> None:
+        """Let in whoever was added to the key file, and cut whoever was removed."""
+        assert self._connections is not None
+        if isinstance(self._keys, KeyFile) and self._keys.look():
+            for peer in self._connections.named():
+                if self._is_shut_out(peer):
+                    self._connections.cut(peer, "is let in no more")
+
+    def _is_shut_out(self, peer: Peer) -> bool:
+        """Whether a client that was let in was removed since: nothing that it sends counts from then on."""
+        return isinstance(self._keys, KeyFile) and not self._keys.knows(peer.key.encode())
+
     def _check_key(self) -> None:
         """Answer ZeroMQ's question about a client (RFC 27): yes to one that knows what it has to, no to any other."""
+        self._look_at_keys()
         version, request_id, _domain, _address, _identity, mechanism, *credentials = self._key_check.recv_multipart()
         answer = (b"200", b"OK") if self._knows(mechanism, credentials) else (b"400", b"unknown key")
-        self._key_check.send_multipart([version, request_id, *answer, b"", b""])
+        user = zmq.utils.z85.encode(credentials[0]) if mechanism == b"CURVE" and len(credentials) == 1 else b""
+        self._key_check.send_multipart([version, request_id, *answer, user, b""])
 
     def _knows(self, mechanism: bytes, credentials: Sequence[bytes]) -> bool:
         if isinstance(self._keys, Token):
             return mechanism == b"PLAIN" and len(credentials) == 2 and self._keys.is_equal(credentials[1])
-        known = () if self._keys is None else self._keys.clients
+        known = () if self._keys is None else _server_keys(self._keys).clients
         return mechanism == b"CURVE" and len(credentials) == 1 and zmq.utils.z85.encode(credentials[0]) in known
 
     def close(self) -> None:
@@ -327,6 +347,10 @@ class Server:
         self._lock.close()
 
 
+def _server_keys(keys: ServerKeys | KeyFile) -> ServerKeys:
+    return keys.keys if isinstance(keys, KeyFile) else keys
+
+
 def _in(folder: Path) -> str:
     """Where a server listens that was told nothing: only whom the system lets into the folder comes in."""
     return f"ipc://{folder.absolute() / SOCKET}"
@@ -338,7 +362,7 @@ def _host_of(bind: str) -> str:
     return "127.0.0.1" if bind.startswith("ipc://") else "0.0.0.0" if host == "*" else host  # noqa: S104 - as asked
 
 
-def check_bind(bind: str, keys: ServerKeys | None) -> None:
+def check_bind(bind: str, keys: ServerKeys | KeyFile | None) -> None:
     """Refuse an address that other machines reach where there are no keys, and what is no address.
 
     Raises:

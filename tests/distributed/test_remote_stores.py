@@ -8,7 +8,7 @@ import stat
 import tempfile
 import threading
 import time
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,7 +27,7 @@ from lightning_recsys.optim import RowAdagrad, RowSGD
 from lightning_recsys.parameter_server import JobKeys, connect, serve
 from lightning_recsys.parameter_server import remote as remote_module
 from lightning_recsys.parameter_server.client import Connection
-from lightning_recsys.parameter_server.keys import Token
+from lightning_recsys.parameter_server.keys import KeyFile, Token, add_client, remove_client
 from lightning_recsys.parameter_server.remote import RemoteStores
 from lightning_recsys.parameter_server.server import Server, check_bind
 from lightning_recsys.parameter_server.wire import VERSION, Limits
@@ -489,6 +489,69 @@ def test_client_when_it_has_no_or_other_keys_then_gets_nothing(tmp_path, which):
         counted = ("requests", "refused", "pushes", "clients", "stores")
         assert [after[name] - before[name] for name in counted] == [1, 0, 0, 0, 0]  # the friend's own question
         friend.close()
+
+
+def pull_for_a_minute(store):
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        store.pull()
+        time.sleep(0.05)
+
+
+def test_clients_with_keys_of_their_own_when_one_is_removed_then_it_is_cut_and_the_others_push_on(tmp_path):
+    path = tmp_path / "job.keys"
+    JobKeys.generate().save(path)
+    alice = add_client(path, "alice")
+    (tmp_path / "stores").mkdir(mode=0o700)
+    with running(tmp_path / "stores", bind=LOOPBACK, keys=KeyFile(path)) as server:
+        bob = add_client(path, "bob")  # while it runs
+        options = {"transport": "tcp", "timeout": 3, "retries": 1}
+        theirs = {name: connect(server.endpoint, keys=own, **options) for name, own in [("a", alice), ("b", bob)]}
+        center = theirs["a"].create_dense_store("center", torch.zeros(3), optimizer=RowSGD())
+        counters = {name: stores.dense_store("center") for name, stores in theirs.items()}
+        for counter in counters.values():
+            counter.push_gradient(-torch.ones(3), lr=1.0)
+            counter.flush()
+        assert center.pull().tolist() == [2.0] * 3
+        remove_client(path, "alice")
+        with pytest.raises(ServerUnreachableError, match=r"does not accept these keys|connection was lost"):
+            pull_for_a_minute(center)
+        counted = counters["b"].pull().tolist()
+        with suppress(ServerUnreachableError):
+            counters["a"].push_gradient(-torch.ones(3), lr=1.0)
+            counters["a"].flush()
+        assert counters["b"].pull().tolist() == counted == [2.0] * 3  # nothing of what she sends counts
+        counters["b"].push_gradient(-torch.ones(3), lr=1.0)
+        counters["b"].flush()
+        assert counters["b"].pull().tolist() == [3.0] * 3
+        with pytest.raises(ServerUnreachableError):
+            connect(server.endpoint, keys=alice, transport="tcp", timeout=0.3, retries=1)
+        alice.unlink()
+        again = connect(server.endpoint, keys=add_client(path, "alice"), **options)
+        assert again.dense_store("center").pull().tolist() == [3.0] * 3
+        again.close()
+        theirs["b"].close()
+        with suppress(ServerUnreachableError):
+            theirs["a"].close()
+
+
+def test_server_when_its_key_file_is_damaged_or_gone_then_the_clients_stay_those_that_it_had(tmp_path, caplog):
+    path = tmp_path / "job.keys"
+    JobKeys.generate().save(path)
+    own = add_client(path, "own")
+    (tmp_path / "stores").mkdir(mode=0o700)
+    with running(tmp_path / "stores", bind=LOOPBACK, keys=KeyFile(path)) as server:
+        whole = path.read_bytes()
+        for content in (whole[:40], b"{}", JobKeys.generate().to_bytes(), None):
+            path.unlink()
+            if content is not None:
+                path.write_bytes(content)
+                path.chmod(0o600)
+            connect(server.endpoint, keys=own, transport="tcp", timeout=20).close()
+            path.write_bytes(whole)
+            path.chmod(0o600)
+    assert "cannot be read, so the clients stay" in caplog.text
+    assert "other keys of the server now" in caplog.text
 
 
 def test_server_on_loopback_when_a_client_has_its_token_then_is_served_also_by_the_next_server(tmp_path):

@@ -125,6 +125,27 @@ def test_server_when_started_in_a_shell_then_serves_trainers_tells_and_stops_on_
         assert process.wait(60) == 0
 
 
+def test_clients_when_added_and_removed_in_a_shell_then_a_running_server_takes_note(tmp_path, capsys):
+    keys, own = tmp_path / "job.keys", tmp_path / "alice.keys"
+    assert cli.main(["--make-keys", str(keys)]) == 0
+    asked = ["--keys", str(own), "--json"]
+    serving = ("--folder", tmp_path / "stores", "--bind", "tcp://127.0.0.1:0", "--keys", keys)
+    with forked_server(tmp_path / "run", *serving) as (process, endpoint):
+        assert cli.main(["--add-client", "alice", "--keys", str(keys)]) == 0
+        assert f"{own}: keys of alice alone" in capsys.readouterr().out
+        assert cli.main(["--status", endpoint, *asked, "--timeout", "60"]) == 0
+        assert cli.main(["--remove-client", "alice", "--keys", str(keys)]) == 0
+        assert "alice is let in no more" in capsys.readouterr().out
+        assert cli.main(["--status", endpoint, *asked, "--timeout", "0.3"]) == 1
+        process.terminate()
+        process.join(60)
+    assert cli.main(["--remove-client", "alice", "--keys", str(keys)]) == 1
+    assert "has no client 'alice'" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        cli.main(["--add-client", "bob"])
+    assert "need --keys" in capsys.readouterr().err
+
+
 def test_help_when_asked_then_explains_itself(capsys):
     with pytest.raises(SystemExit) as ended:
         cli.main(["--help"])
@@ -182,4 +203,6 @@ def test_command_when_it_names_no_task_then_says_which_there_are(capsys):
     with pytest.raises(SystemExit) as ended:
         cli.main([])
     assert ended.value.code == 2
-    assert "one of --folder, --status and --make-keys is needed" in capsys.readouterr().err
+    assert (
+        "one of --folder, --status, --make-keys, --add-client and --remove-client is needed" in capsys.readouterr().err
+    )

@@ -7,7 +7,7 @@ import pytest
 import zmq
 
 from lightning_recsys.parameter_server import JobKeys
-from lightning_recsys.parameter_server.keys import TOKEN, Token, load_client_keys
+from lightning_recsys.parameter_server.keys import TOKEN, Token, add_client, load_client_keys, remove_client
 
 
 def test_keys_when_generated_then_each_half_has_its_pair_and_knows_the_other():
@@ -117,3 +117,63 @@ def test_client_keys_when_the_file_is_no_text_then_says_which(tmp_path):
     path.write_bytes(b"\xff\xfe")
     with pytest.raises(ValueError, match=r"key file .*job\.keys: these are no keys of a job"):
         load_client_keys(path)
+
+
+def test_client_when_added_then_its_file_has_its_keys_alone_and_the_server_knows_it(tmp_path):
+    path = tmp_path / "job.keys"
+    JobKeys.generate().save(path)
+    before = JobKeys.load(path)
+    own = add_client(path, "alice")
+    assert own == tmp_path / "alice.keys"
+    assert stat.S_IMODE(own.stat().st_mode) == stat.S_IMODE(path.stat().st_mode) == 0o600
+    keys, after = load_client_keys(own), JobKeys.load(path)
+    assert (keys.server, keys.public) == (before.server.public, after.named["alice"])
+    assert after.server.clients == (before.client.public, keys.public)
+    assert after.client == before.client
+    assert before.client.secret not in own.read_bytes()
+    assert before.server.secret not in own.read_bytes()
+    remove_client(path, "alice")
+    assert JobKeys.load(path) == before
+    assert sorted(x.name for x in tmp_path.iterdir()) == ["alice.keys", "job.keys"]
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "..\n", "x" * 65, "\u00e4"])
+def test_client_when_its_name_is_none_then_refused_and_nothing_is_written(tmp_path, name):
+    path = tmp_path / "job.keys"
+    JobKeys.generate().save(path)
+    content = path.read_bytes()
+    with pytest.raises(ValueError, match="a client's name is 1 to 64"):
+        add_client(path, name)
+    assert path.read_bytes() == content
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_client_when_it_is_there_or_is_not_then_added_or_removed_with_a_reason(tmp_path):
+    path = tmp_path / "job.keys"
+    JobKeys.generate().save(path)
+    with pytest.raises(ValueError, match=r"has no client 'alice'; it has \[\]"):
+        remove_client(path, "alice")
+    add_client(path, "alice")
+    with pytest.raises(ValueError, match="has a client 'alice' already: remove it first"):
+        add_client(path, "alice")
+    remove_client(path, "alice")
+    with pytest.raises(FileExistsError):  # the keys of before, which open nothing any more
+        add_client(path, "alice")
+    assert not JobKeys.load(path).named
+
+
+@pytest.mark.parametrize("change", [{"client_secret": "0" * 40}, {"server_public": 1}, {"client_public": None}])
+def test_client_file_when_it_holds_no_keys_then_refused_with_its_name(tmp_path, change):
+    path = tmp_path / "job.keys"
+    JobKeys.generate().save(path)
+    own = add_client(path, "alice")
+    own.write_text(json.dumps(json.loads(own.read_text()) | change))
+    with pytest.raises(ValueError, match=r"alice\.keys: these are no keys of a client"):
+        load_client_keys(own)
+
+
+@pytest.mark.parametrize("clients", [{"a": "short"}, {"a": 1}, ["a"], {"a": "~" * 40}])
+def test_key_file_when_its_clients_are_no_keys_then_refused(tmp_path, clients):
+    content = json.loads(JobKeys.generate().to_bytes()) | {"clients": clients}
+    with pytest.raises(ValueError, match="no keys of a job"):
+        JobKeys.from_bytes(json.dumps(content).encode())
