@@ -22,7 +22,7 @@ def serve(endpoint: str, request_bytes: int, answer_bytes: int) -> None:
     with client, suppress(EOFError):
         client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         while True:
-            _receive(client, request)
+            receive(client, request)
             client.sendall(answer)
 
 
@@ -35,12 +35,17 @@ def exchanges(endpoint: str, request_bytes: int, answer_bytes: int) -> Iterator[
 
         def exchange() -> None:
             server.sendall(request)
-            _receive(server, answer)
+            receive(server, answer)
 
         yield exchange
 
 
-def _receive(peer: socket.socket, into: memoryview) -> None:
+def receive(peer: socket.socket, into: memoryview) -> None:
+    """Fill some memory with what the other end sends.
+
+    Raises:
+        EOFError: it has left before.
+    """
     done = 0
     while done < len(into):
         if not (more := peer.recv_into(into[done:])):

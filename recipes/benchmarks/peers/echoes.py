@@ -21,6 +21,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.flight as flight
 import zmq
+from benchmarks.peers.bare_link import receive
 
 from lightning_recsys.parameter_server.keys import JobKeys
 
@@ -125,11 +126,11 @@ def _serve_socket(folder: Path | None) -> None:
         head, memory = memoryview(bytearray(_SIZES.size)), memoryview(bytearray())
         answers: dict[int, bytes] = {}
         while True:
-            _receive(client, head)
+            receive(client, head)
             length, size = _SIZES.unpack(head)
             if len(memory) < length:
                 memory = memoryview(bytearray(length))
-            _receive(client, memory[:length])
+            receive(client, memory[:length])
             client.sendall(answers.setdefault(size, bytes(size)))
 
 
@@ -147,17 +148,9 @@ def _ask_socket(endpoint: str, folder: Path | None) -> Iterator[Ask]:
             server.sendall(_SIZES.pack(sum(map(len, arrays)), answer))
             for array in arrays:
                 server.sendall(array)
-            _receive(server, memoryview(bytearray(answer)))
+            receive(server, memoryview(bytearray(answer)))
 
         yield ask
-
-
-def _receive(peer: socket.socket, into: memoryview) -> None:
-    done = 0
-    while done < len(into):
-        if not (more := peer.recv_into(into[done:])):
-            raise EOFError("the other end has left.")
-        done += more
 
 
 # --- Arrow Flight -----------------------------------------------------------------------------------------------------
