@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lightning_recsys.placement.communication import FLOAT_BYTES, Network, all_reduce
+from lightning_recsys.placement.machine_kinds import Machines
 from lightning_recsys.placement.queueing import closed_network_seconds
-from lightning_recsys.planning.machines import Machines
 from lightning_recsys.planning.measuring import StepCost
 from lightning_recsys.planning.methods import Method
 

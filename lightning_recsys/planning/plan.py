@@ -11,8 +11,8 @@ from typing import Any, Literal, get_args
 
 import pytorch_lightning as pl
 
+from lightning_recsys.placement.machine_kinds import GIB, Machines
 from lightning_recsys.planning.forecast import SERVER_PORT, TRAINER_PORT, Forecast, Layout, forecast
-from lightning_recsys.planning.machines import GIB, Machines
 from lightning_recsys.planning.measuring import StepCost, measure_step
 from lightning_recsys.planning.methods import METHODS, Method
 from lightning_recsys.planning.this_machine import float32_gflops

@@ -15,7 +15,7 @@ import torch
 import zmq
 
 from lightning_recsys.compression import make_codec
-from lightning_recsys.planning.machines import GIB
+from lightning_recsys.placement.machine_kinds import GIB
 from lightning_recsys.runtime import configure_worker
 
 SIDE = 1024  # of the square matrices that are multiplied

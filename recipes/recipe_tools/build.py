@@ -18,10 +18,10 @@ from torch import nn
 from lightning_recsys.callbacks import CalibratedLogLoss, NormalizedEntropyMonitor
 from lightning_recsys.checkpoints import FolderCheckpointIO, has_checkpoint
 from lightning_recsys.data.tables.schema import FEATURES
-from lightning_recsys.data.typed_yaml import load_yaml
 from lightning_recsys.embeddings import EmbeddingBagCollection, TableBackend
 from lightning_recsys.launchers import started_processes
 from lightning_recsys.tasks import CTRTask, Task
+from lightning_recsys.typed_yaml import load_yaml
 
 Config = dict[str, Any]
 SCHEMA_CHANGES = "schema_changes"  # in the configuration of data: what the command line changes of a schema file

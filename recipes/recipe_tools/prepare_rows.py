@@ -17,7 +17,7 @@ from lightning_recsys.data.preparation import BySchema, Preparation, split_rule
 from lightning_recsys.data.preparation.progress import progress_bar
 from lightning_recsys.data.prepared import Manifest
 from lightning_recsys.data.raw.columns import SkippedRows
-from lightning_recsys.data.typed_yaml import load_yaml
+from lightning_recsys.typed_yaml import load_yaml
 
 GUESS = "guess"
 

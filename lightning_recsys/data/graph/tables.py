@@ -28,7 +28,7 @@ from lightning_recsys.data.tables.reading import kind_of, read_header
 from lightning_recsys.data.tables.record_files import open_records
 from lightning_recsys.data.tables.schema import FEATURES, FORMAT_KEYS, Schema
 from lightning_recsys.data.tables.sniffing import sniff
-from lightning_recsys.data.typed_yaml import check_keys, convert
+from lightning_recsys.typed_yaml import check_keys, convert
 
 T = TypeVar("T")
 

@@ -15,7 +15,7 @@ from lightning_recsys.data.files import find_files
 from lightning_recsys.data.hashing import key64, mix64, uniform
 from lightning_recsys.data.module import Split
 from lightning_recsys.data.raw import RawFormat
-from lightning_recsys.data.typed_yaml import make
+from lightning_recsys.typed_yaml import make
 
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 Times = NDArray[np.int64] | NDArray[np.float64]

@@ -12,7 +12,7 @@ import yaml  # type: ignore[import-untyped]
 from lightning_recsys.data.tables.features import Categorical, Dense, Input, MultiValued, Vector
 from lightning_recsys.data.tables.label import LabelRule
 from lightning_recsys.data.tables.schema_parts import VALUE_KEYS, Join, Label, Split, TableFormat, require
-from lightning_recsys.data.typed_yaml import check_keys, convert, load_yaml, make
+from lightning_recsys.typed_yaml import check_keys, convert, load_yaml, make
 
 T = TypeVar("T")
 

@@ -17,6 +17,7 @@ from lightning_recsys.partition.fc_split import By, LayerSplit, split_layers
 from lightning_recsys.partition.split_choice import choose_splits
 from lightning_recsys.partition.tracing import trace
 from lightning_recsys.placement.communication import Network
+from lightning_recsys.placement.machine_kinds import read_machines
 from lightning_recsys.placement.machines import Coding, GroupMachines, Processor
 from lightning_recsys.placement.operators import OperatorGraph
 from lightning_recsys.placement.plan import OperatorPlan
@@ -48,19 +49,22 @@ class OperatorPlacement:
         time_limit: Seconds for ``auto``, ``greedy`` and ``exact``.
         machines: What is known of the machines, as arguments of
             :class:`~lightning_recsys.placement.machines.GroupMachines`; by default the processes of a single node share
-            its cores, and servers the room that they tell.
+            its cores, and servers the room that they tell. Or a file of machines as the planner takes it, alone or as
+            ``file`` beside such arguments, which overrule it; with ``kind`` where it has several kinds.
 
     Raises:
         ValueError: an argument is not one of these.
+        FileNotFoundError: there is no such file of machines.
     """
 
     method: PlacementMethod = "auto"
     plan: str | Path | None = None
     save: str | Path | None = None
     time_limit: float = 10.0
-    machines: Mapping[str, Any] | None = None
+    machines: Mapping[str, Any] | str | Path | None = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "machines", _with_file(self.machines))  # workers may not see the file
         require_one_of("operator_placement.method", self.method, get_args(PlacementMethod))
         require_number("operator_placement.time_limit", self.time_limit)
         if self.time_limit <= 0:
@@ -68,6 +72,7 @@ class OperatorPlacement:
                 f"strategy.operator_placement.time_limit must be a positive number of seconds, got {self.time_limit!r}."
             )
         allowed = [x.name for x in fields(GroupMachines) if x.name not in _GIVEN]
+        assert not isinstance(self.machines, str | Path), "the file was read"
         if unknown := sorted((self.machines or {}).keys() - allowed):
             raise ValueError(f"strategy.operator_placement.machines has {unknown}; it takes {allowed}.")
         try:
@@ -171,6 +176,7 @@ def group_machines(
         rooms: Free bytes that each server of the group tells, ``None`` where it does not.
         measured: What was measured of the machines, by arguments of ``GroupMachines``.
     """
+    assert not isinstance(settings.machines, str | Path), "the file was read"
     known = {**(measured or {}), **_from_plain(settings.machines or {})}
     if groups.num_nodes == 1:
         known.setdefault("shared_cores", float(len(os.sched_getaffinity(0))))
@@ -185,6 +191,26 @@ def group_machines(
         gradients=_coding(compression.gradients),
         **known,
     )
+
+
+def _with_file(machines: Mapping[str, Any] | str | Path | None) -> Mapping[str, Any] | None:
+    """The arguments of ``GroupMachines`` that a file of machines says, and those that are given, which overrule it."""
+    given: Mapping[str, Any] | None = {"file": machines} if isinstance(machines, str | Path) else machines
+    if given is None or "file" not in given:
+        return given
+    path = given["file"]
+    kinds = read_machines(path).kinds
+    wanted = given.get("kind", next(iter(kinds)) if len(kinds) == 1 else None)
+    if wanted not in kinds:
+        raise ValueError(
+            f"strategy.operator_placement.machines: {path} has the kinds {list(kinds)}; say which one as kind, got"
+            f" {wanted!r}."
+        )
+    kind = kinds[wanted]
+    speed = {} if kind.gflops is None else {"processor": Processor(flops=1e9 * kind.gflops)}
+    each = {"trainer_cores": kind.cores, "server_cores": kind.cores, "link": kind.port}
+    room = {"trainer_memory": kind.memory, "server_memory": kind.memory}
+    return {**each, **room, **speed, **{name: value for name, value in given.items() if name not in ("file", "kind")}}
 
 
 def _from_plain(machines: Mapping[str, Any]) -> dict[str, Any]:

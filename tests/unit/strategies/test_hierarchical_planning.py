@@ -1,5 +1,6 @@
 """Plans of a group: which of several is taken, how layers are split before, and how ranks hear of a refusal."""
 
+import pickle
 import threading
 
 import pytest
@@ -15,6 +16,7 @@ from lightning_recsys.models import GraphSAGE
 from lightning_recsys.partition.fc_split import LayerSplit
 from lightning_recsys.partition.parts import split
 from lightning_recsys.partition.tracing import check_traceable, trace
+from lightning_recsys.placement.machine_kinds import MachineKind
 from lightning_recsys.placement.machines import Processor
 from lightning_recsys.placement.plan import OperatorPlan
 from lightning_recsys.placement.plan_file import read_plan
@@ -124,6 +126,46 @@ def test_setting_when_it_cannot_be_meant_then_refused_by_name(options, reason):
 def test_placement_when_a_setting_cannot_be_meant_then_refused_by_name(options, reason):
     with pytest.raises(ValueError, match=reason):
         OperatorPlacement(**options)
+
+
+MACHINES = """
+big: {number: 2, cores: 8, memory_gib: 4, port_gbit: 10, latency_us: 20, gflops: 100}
+small: {cores: 2, memory_gib: 1, port_gbit: 1}
+"""
+
+
+def test_machines_when_a_file_of_the_planner_describes_them_then_it_counts_and_arguments_overrule_it(tmp_path):
+    path = tmp_path / "machines.yaml"
+    path.write_text(MACHINES)
+    settings = OperatorPlacement(machines={"file": path, "kind": "big", "server_cores": 3})
+    path.unlink()  # what workers get has the numbers
+    machines = group_machines(
+        pickle.loads(pickle.dumps(settings)), Groups(1, 2, 1, 2, 2), Compression.from_option("none")
+    )
+    port = MachineKind(port_gbit=10, latency_us=20).port
+    assert (machines.trainer_cores, machines.server_cores, machines.link) == (8, 3, port)
+    assert (machines.trainer_memory, machines.memories) == (4 * 2**30, (4 * 2**30, 4 * 2**30))
+    assert machines.processor == Processor(flops=1e11)
+    path.write_text(MACHINES.splitlines()[2])
+    alone = OperatorPlacement(machines=str(path))
+    assert alone.machines["trainer_cores"] == 2
+    assert "processor" not in alone.machines
+
+
+@pytest.mark.parametrize(
+    ("machines", "message"),
+    [
+        ({}, r"has the kinds \['big', 'small'\]; say which one as kind, got None"),
+        ({"kind": "medium"}, r"say which one as kind, got 'medium'"),
+        ({"kind": "big", "cores": 2}, r"machines has \['cores'\]"),
+    ],
+)
+def test_machines_when_their_file_has_several_kinds_then_one_is_named(tmp_path, machines, message):
+    (tmp_path / "machines.yaml").write_text(MACHINES)
+    with pytest.raises(ValueError, match=message):
+        OperatorPlacement(machines={"file": tmp_path / "machines.yaml", **machines})
+    with pytest.raises(FileNotFoundError, match="no file of machines"):
+        OperatorPlacement(machines="nothing.yaml")
 
 
 def test_machines_when_given_as_plain_lists_and_mappings_then_they_count():

@@ -30,10 +30,10 @@ from benchmarks.suites.des.suite import environments
 from benchmarks.suites.het.link import MakeJob, measure_on_links, server_with_keys
 from benchmarks.suites.plan.training import make_data, make_task
 
+from lightning_recsys.placement.machine_kinds import MachineKind, Machines
 from lightning_recsys.planning import Forecast, Layout, measure
 from lightning_recsys.planning import Measured as Steps
 from lightning_recsys.planning.forecast import forecast
-from lightning_recsys.planning.machines import MachineKind, Machines
 from lightning_recsys.planning.methods import METHODS
 
 Part = Literal["link"]

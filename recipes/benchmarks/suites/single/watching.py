@@ -28,7 +28,7 @@ from omegaconf import OmegaConf
 from recipe_tools.build import build_all
 
 from lightning_recsys.data import Batch, PreparedDataModule
-from lightning_recsys.data.typed_yaml import load_yaml
+from lightning_recsys.typed_yaml import load_yaml
 
 OURS, ALONE = "ours", "no metrics"
 

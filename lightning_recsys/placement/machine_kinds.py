@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_recsys.data.typed_yaml import check_keys, load_yaml, make
 from lightning_recsys.placement.communication import Network
+from lightning_recsys.typed_yaml import check_keys, load_yaml, make
 
 GIB = 1 << 30
 CARRIED = 1448 / 1514  # of a full packet: the rest are the headers of Ethernet, IP and TCP
