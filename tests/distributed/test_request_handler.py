@@ -143,14 +143,21 @@ def test_pooled_lookup_when_asked_over_the_wire_then_equals_the_store_s_own(hand
 def test_pooled_gradients_when_taken_back_then_every_row_is_as_before(handler, tmp_path):
     before = digest(tmp_path)
     served = handler.stores.embedding(type("R", (), {"store": "users", "operation": "", "arguments": {}}))
-    apply = served.store.apply_gradients
+    begin = served.store.begin_gradients
 
-    def apply_and_fail(*args, **kwargs):
-        apply(*args, **kwargs)
-        assert digest(tmp_path) != before
-        raise MemoryError("in the middle")
+    def begin_what_fails(*args, **kwargs):
+        rows, apply = begin(*args, **kwargs)
+        assert digest(tmp_path) == before
+        assert sorted(rows.tolist()) == sorted({0, 1, 4, 5, 6, 8})  # each once
 
-    served.store.apply_gradients = apply_and_fail
+        def apply_and_fail():
+            apply()
+            assert digest(tmp_path) != before
+            raise MemoryError("in the middle")
+
+        return rows, apply_and_fail
+
+    served.store.begin_gradients = begin_what_fails
     reply = sparse("apply_gradients", handler, IDS, GRADS, sequence=1, lr=1.0)
     assert (reply.status, reply.value) == ("failed", "MemoryError: in the middle")
     assert digest(tmp_path) == before
