@@ -150,6 +150,7 @@ def test_ray_data_when_rows_cannot_be_encoded_then_errors_say_why_or_bad_rows_ar
     said = runs["data"]["errors"]
     assert said["bad row"].startswith("train, row 3, column 'clicked': the label must be 0 or 1")
     assert "schema.categorical names column 'shop', which is not in train." in said["no column"]
+    assert "first line" not in said["no column"]
     assert "all 1003 training rows have the label 1 in column 'clicked'" in said["one label"]
     assert "datasets needs train" in said["names"]
     assert "schema.split" in said["split"]

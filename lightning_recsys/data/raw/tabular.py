@@ -266,13 +266,13 @@ class TabularFormat(RawFormat):
         names = header.columns
         for column in self._keys:
             if column not in names:
-                raise ValueError(self._unknown_column("joins", column, [path], names))
+                raise ValueError(self._unknown_column("joins", column, [path], header))
         sides = self._sides.tables
         for column, use in self._uses:
             if both := [side.path for side in sides if column in side.columns and column in names]:
                 raise ValueError(ambiguous(use, column, path, both[0]))
             if not any(column in known for known in (names, *(side.columns for side in sides))):
-                raise ValueError(self._unknown_column(use, column, [path, *(side.path for side in sides)], names))
+                raise ValueError(self._unknown_column(use, column, [path, *(side.path for side in sides)], header))
         for column in carried:
             if column not in names:
                 raise ValueError(f"{path} has no column {column!r}. It has {', '.join(names)}.")
@@ -280,7 +280,8 @@ class TabularFormat(RawFormat):
         own = [name for name in asked if name in names]
         return TableFile(path, table, header, self._meaning, columns=own, keys=self._keys, texts=carried)
 
-    def _unknown_column(self, use: str, column: str, paths: list[Path], names: Sequence[str]) -> str:
+    def _unknown_column(self, use: str, column: str, paths: list[Path], found: Header) -> str:
+        names = found.columns
         near = difflib.get_close_matches(column, names, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         places = " or ".join(map(str, paths))
@@ -290,9 +291,10 @@ class TabularFormat(RawFormat):
                 f"{paths[0]}. Move the file into a folder {column}=..., or name the files that are in such folders."
             )
         header = " If its first line is no header, list the names of its columns under schema.column_names."
+        has_names = bool(self.schema.table.column_names or found.places)  # a typed file has them in itself
         return (
             f"schema.{use} names column {column!r}, which is not in {places}.{hint} {paths[0].name} has "
-            f"{', '.join(names)}.{'' if self.schema.table.column_names else header}"
+            f"{', '.join(names)}.{'' if has_names else header}"
         )
 
 
