@@ -193,15 +193,18 @@ class TabularFormat(RawFormat):
         """The rows of a table in memory, as if they were those of a file.
 
         Args:
-            path: How errors call it.
-            table: The rows.
+            path: The name by which errors call it.
+            table: Rows in any number of chunks, whose columns may differ from those of a table of this name before.
 
         Raises:
-            ValueError: as of :meth:`parse_block`.
+            ValueError: a column is missing or has a type that does not fit, or has more than 2 GiB, which Arrow keeps
+                in several pieces.
         """
         self._files[path] = self._file(path, header=header_of(path, table.schema))
-        data = table.combine_chunks().to_batches()
-        batch = data[0] if data else pa.RecordBatch.from_pylist([], table.schema)
+        batches = table.combine_chunks().to_batches() or [pa.RecordBatch.from_pylist([], table.schema)]
+        if len(batches) > 1:
+            raise ValueError(f"{path}: a column of {len(table)} rows has more than 2 GiB. Give smaller tables.")
+        (batch,) = batches
         return self.parse_block(path, Block(batch, Position(), Position(len(batch), 1, len(batch) + 1), 0))
 
     def parse_block(self, path: Path, block: Block) -> RawColumns:
