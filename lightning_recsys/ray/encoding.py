@@ -99,7 +99,8 @@ def encode_datasets(
         schema: What the columns mean, without ``files`` and ``split``; guessed by the first 65,536 training rows if
             absent.
         label: The column that says what is a click, for the guess.
-        root: Where relative paths of side tables start, which all nodes see; the folder of the schema's file if absent.
+        root: Where relative paths of side tables start, which all nodes see; the folder of the schema's file if absent,
+            or the present one.
         on_bad_row: ``error`` raises at the first bad row, ``skip`` leaves bad rows out and counts them.
 
     Raises:
@@ -124,7 +125,7 @@ def encode_datasets(
             " as Dataset.train_test_split does."
         )
     schema = replace(schema, files={"train": ("-",)}, formats={})
-    reading = _Reading(schema, None if root is None else Path(root).absolute(), on_bad_row)
+    reading = _Reading(schema, Path(root or "").absolute(), on_bad_row)  # tasks may be in another folder
     with tempfile.TemporaryDirectory() as folder:
         survey = {split: _survey(dataset, split, reading, Path(folder)) for split, dataset in datasets.items()}
         _check_labels(survey["train"], schema)
@@ -142,7 +143,7 @@ class _Reading:
     """The way to read a table, in a task."""
 
     schema: Schema
-    root: Path | None
+    root: Path
     on_bad_row: OnBadRow
     name: str = "train"  # as errors call the table
 

@@ -32,14 +32,15 @@ class RayDataModule(CTRDataModule):
     Each worker has as many rows as the others, its share of each data set in a fixed order: of ``n`` rows that are not
     a multiple of the workers the last few are left out. Under DES, whose processes have batches in common, each worker
     reads all rows. A checkpoint inside an epoch holds the position, and what was learned of the training rows; as many
-    workers go on from it with the very next batch.
+    workers go on from it with the very next batch, of the same size where rows are shuffled.
 
     Args:
         rows: The encoded data sets, as :func:`encode_datasets` made them.
         batch_size: Number of rows in the batch of one rank.
         shuffle_rows: Training rows are shuffled among at least so many, which are in memory; 0 keeps the order of the
             data set. Its blocks come in the same order in each epoch: shuffle them by Ray Data
-            (``randomize_block_order``) where that is too little.
+            (``randomize_block_order(seed=0)``) where that is too little. Without a seed they would come in another
+            order each time, and a resumed epoch would have other rows.
         prefetch_batches: Number of batches that Ray fetches ahead.
         seed: Seed of the shuffling, which is another one in each epoch.
         drop_last: Leave out the training rows that do not fill a batch on every rank.
@@ -203,8 +204,9 @@ class Shard:
                 yield batch if self.features is None else batch.select(self.features)
 
     def order(self, request: Request) -> dict[str, int | str | None]:
-        """The key that the order depends on beside the seed."""
-        return {"parts": self.num_parts, "shuffle_rows": self.shuffle_rows}
+        """The key that the order depends on beside the seed; Ray draws from its buffer a batch at a time."""
+        shuffled = {"batch_size": request.batch_size} if self.shuffle_rows else {}
+        return {"parts": self.num_parts, "shuffle_rows": self.shuffle_rows, **shuffled}
 
     def _batch(self, table: pa.Table) -> Batch:
         columns = [column.combine_chunks() for column in table.columns]

@@ -116,6 +116,19 @@ def test_resume_when_there_are_other_workers_then_refused():
         list(other)
 
 
+def test_resume_when_rows_are_shuffled_in_batches_of_another_size_then_refused():
+    loaders = [
+        BatchLoader(
+            shard(Iterator(list(range(8)), 2), 16, shuffle_rows=4), batch_size=size, shuffle="rows", world_size=2
+        )
+        for size in (2, 4)
+    ]
+    next(iter(loaders[0]))
+    loaders[1].load_state_dict(loaders[0].state_dict())
+    with pytest.raises(ValueError, match=r"'batch_size': 2.*'batch_size': 4"):
+        list(loaders[1])
+
+
 def test_batch_then_it_owns_its_memory():
     (batch,) = BatchLoader(shard(Iterator([1, 2]), 2), batch_size=2)
     batch.labels.add_(1)  # of memory that cannot be written, torch would warn, and this might crash
