@@ -50,7 +50,8 @@ class OperatorPlacement:
         machines: What is known of the machines, as arguments of
             :class:`~lightning_recsys.placement.machines.GroupMachines`; by default the processes of a single node share
             its cores, and servers the room that they tell. Or a file of machines as the planner takes it, alone or as
-            ``file`` beside such arguments, which overrule it; with ``kind`` where it has several kinds.
+            ``file`` beside such arguments, which overrule it; with ``kind`` where it has several kinds. It says cores,
+            port and speed; room is what servers tell.
 
     Raises:
         ValueError: an argument is not one of these.
@@ -194,7 +195,10 @@ def group_machines(
 
 
 def _with_file(machines: Mapping[str, Any] | str | Path | None) -> Mapping[str, Any] | None:
-    """The arguments of ``GroupMachines`` that a file of machines says, and those that are given, which overrule it."""
+    """The arguments of ``GroupMachines`` that a file of machines says, and those that are given, which overrule it.
+
+    Memory is not among them: what is free where a server's files lie is known better, and may be less.
+    """
     given: Mapping[str, Any] | None = {"file": machines} if isinstance(machines, str | Path) else machines
     if given is None or "file" not in given:
         return given
@@ -209,8 +213,7 @@ def _with_file(machines: Mapping[str, Any] | str | Path | None) -> Mapping[str, 
     kind = kinds[wanted]
     speed = {} if kind.gflops is None else {"processor": Processor(flops=1e9 * kind.gflops)}
     each = {"trainer_cores": kind.cores, "server_cores": kind.cores, "link": kind.port}
-    room = {"trainer_memory": kind.memory, "server_memory": kind.memory}
-    return {**each, **room, **speed, **{name: value for name, value in given.items() if name not in ("file", "kind")}}
+    return {**each, **speed, **{name: value for name, value in given.items() if name not in ("file", "kind")}}
 
 
 def _from_plain(machines: Mapping[str, Any]) -> dict[str, Any]:
