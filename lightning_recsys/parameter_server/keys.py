@@ -188,7 +188,7 @@ class KeyFile:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: as of :meth:`JobKeys.load`.
+        ValueError: others can read the file, or it holds no keys of a job.
     """
 
     def __init__(self, path: Path) -> None:

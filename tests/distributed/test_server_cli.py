@@ -134,6 +134,7 @@ def test_clients_when_added_and_removed_in_a_shell_then_a_running_server_takes_n
         assert cli.main(["--add-client", "alice", "--keys", str(keys)]) == 0
         assert f"{own}: keys of alice alone" in capsys.readouterr().out
         assert cli.main(["--status", endpoint, *asked, "--timeout", "60"]) == 0
+        assert train_through(endpoint, own)  # two workers, with the same keys
         assert cli.main(["--remove-client", "alice", "--keys", str(keys)]) == 0
         assert "alice is let in no more" in capsys.readouterr().out
         assert cli.main(["--status", endpoint, *asked, "--timeout", "0.3"]) == 1

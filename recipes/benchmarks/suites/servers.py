@@ -57,8 +57,8 @@ class Served:
     """A server that runs, and a client's step at it.
 
     Args:
-        step: Makes a step.
-        pid: The server's process.
+        step: A lookup and a push, by a client in this process.
+        pid: Process id of the server, whose processor time is counted.
         handler_seconds: Tells how long the server has worked on requests so far; ``None`` of an echo.
     """
 
@@ -85,7 +85,7 @@ class Requests:
     """The requests of a worker's step.
 
     Args:
-        work: The rows.
+        work: Fields and ids that are asked for.
         batch_size: Examples of a step.
     """
 
@@ -157,9 +157,9 @@ def run(
     Args:
         batch_sizes: Examples of a step.
         dim: Width of the rows.
-        rows: Examples in memory.
+        rows: Number of examples in memory, which steps go round and round.
         rounds: How many turns each server has.
-        seconds: Of a turn.
+        seconds: Length of a turn.
         cluster: A cluster that is foretold from it: ``workers``, and ``worker_ms``, the time that a worker computes
             between its requests.
         servers: How many servers it may have, for each of which there is a forecast.
