@@ -128,6 +128,8 @@ class _Demand:
     requests: float
     waiting: float
     inside: float  # of what is sent, and of what is received: what stays in a group
+    ahead: float  # share of what is sent and received that travels while the worker computes
+    grouped: bool  # whether each group has servers of its own
 
 
 def forecast(
@@ -142,10 +144,10 @@ def forecast(
     """The forecast of a strategy on a layout.
 
     Free workers are a closed queueing network: each computes, and stands in line at the servers' ports and processors,
-    over which rows are striped, so that one line stands for all of them. Workers in step come to the servers at once:
-    the first passes all lines, the others follow behind the longest. What workers send each other follows, for a ring
-    leaves a machine once, and rows go to all others evenly. No bytes are on their way while a worker computes, but for
-    what the strategy itself did so in the measurement.
+    over which rows are striped, so that one line stands for all of them. The workers of a group stand in line at its
+    own servers. Workers in step come to the servers at once: the first passes all lines, the others follow behind the
+    longest. What workers send each other follows, for a ring leaves a machine once, and rows go to all others evenly.
+    Of workers in step the share of bytes that was asked ahead in the measurement is on its way while they compute.
 
     Args:
         method: The strategy.
@@ -202,6 +204,8 @@ class _Step:
         received: Bytes from servers on other machines.
         peers: Bytes to workers on other machines.
         alone: Of these, those that are on their way while nothing comes back.
+        ahead: Share of what servers are asked that was asked a step earlier, and travels while the worker computes.
+        grouped: Whether the servers of a machine serve the workers of that machine alone.
     """
 
     layout: Layout
@@ -216,6 +220,8 @@ class _Step:
     received: float
     peers: float
     alone: float
+    ahead: float
+    grouped: bool
 
     @property
     def _of_servers_beside(self) -> float:
@@ -268,23 +274,27 @@ class _Step:
         return most if weight[most] >= NOTABLE else WAITING
 
     def free_seconds(self) -> float:
-        """A step of each of free workers: a closed queueing network."""
-        wait = self.compute + self.waiting + self._own_way()
-        return closed_network_seconds([(line, 1) for line in self._lines()], wait, self.layout.num_workers)
+        """A step of each of free workers: a closed queueing network, of each group where there are groups."""
+        wait, layout = self.compute + self.waiting + self._own_way(), self.layout
+        cycling = layout.workers if self.grouped else layout.num_workers
+        return closed_network_seconds([(line, 1) for line in self._lines()], wait, cycling)
 
     def in_step_seconds(self) -> float:
         """A step of all workers: they compute, come to the servers at once, and then send each other what they owe."""
         layout, lines = self.layout, self._lines()
         cores = layout.workers * self.compute + self._of_servers_beside * self.serving
         compute = max(self.compute, cores / self.cores)
-        asking = sum(lines) + (layout.num_workers - 1) * max(lines, default=0.0)
+        asking = self._own_way() + sum(lines) + (layout.num_workers - 1) * max(lines, default=0.0)
         passing = layout.workers * (self.peers + self.alone) / self.port.bandwidth
-        return compute + self.waiting + self._own_way() + asking + passing
+        return max(compute, self.ahead * asking) + self.waiting + (1 - self.ahead) * asking + passing
 
     def _lines(self) -> list[float]:
         """Seconds that a step needs of each line at the servers, over all of which its requests are striped."""
-        lines = [self.serving / self.layout.num_processes] if self.layout.num_servers else []
-        return lines + self._ways_in_lines()
+        layout = self.layout
+        if not layout.num_servers:
+            return []
+        serving = self.serving / (layout.per_server if self.grouped else layout.num_processes)
+        return [serving, *self._ways_in_lines()]
 
     def _ways_in_lines(self) -> list[float]:
         if self.server_port is None:
@@ -317,11 +327,13 @@ def _step_on(need: _Demand, layout: Layout, machines: Machines, gflops: float) -
         server_port=machines.port(layout.servers, layout.num_machines) if layout.servers else None,
         compute=need.worker_seconds * gflops / (kind.gflops or gflops),
         serving=need.server_seconds * gflops / (server.gflops or gflops),
-        waiting=need.waiting + 2 * messages * port.latency,
+        waiting=need.waiting + 2 * (messages - need.ahead * need.requests) * port.latency,
         sent=max(0.0, need.sent - need.inside) * apart,
         received=max(0.0, need.received - need.inside) * apart,
         peers=rows + ring,
         alone=alone,
+        ahead=need.ahead,
+        grouped=need.grouped,
     )
 
 
@@ -356,6 +368,8 @@ def _demand(method: Method, costs: Mapping[int, StepCost], layout: Layout, alone
         cost.requests,
         max(each.waiting_seconds for each in costs.values()),
         cost.group_bytes,
+        cost.ahead,
+        method.grouped,
     )
 
 

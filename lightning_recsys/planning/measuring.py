@@ -71,6 +71,7 @@ class StepCost:
         worker_bytes: Resident memory of a worker's process.
         server_bytes: Resident memory of all servers.
         empty_server_bytes: That of a server without anything; 0 where it was not measured.
+        ahead: Share of the bytes between it and servers that travel while it computes.
     """
 
     workers: int
@@ -88,6 +89,7 @@ class StepCost:
     worker_bytes: float
     server_bytes: float
     empty_server_bytes: float = 0.0
+    ahead: float = 0.0
 
     def to_dict(self) -> dict[str, float]:
         """The costs as plain numbers, for a file."""
@@ -192,6 +194,7 @@ class _Meter(pl.Callback):
     def _reading(self, trainer: pl.Trainer) -> dict[str, Any]:
         over_tcp = _tcp_bytes()
         telemetry: dict[str, float] = getattr(trainer.strategy, "traffic", dict)()
+        of_rows = trainer.strategy.rows.telemetry() if isinstance(trainer.strategy, ServedStrategy) else {}
         beside = getattr(getattr(trainer.strategy, "dense", None), "exchanged_bytes", 0)
         told = [telemetry.get(f"comm/{way}_bytes", beside) - beside for way in ("sent", "received")]
         assert trainer.model is not None
@@ -205,6 +208,7 @@ class _Meter(pl.Callback):
             "steps": self._steps,
             "sent": told[0],
             "received": told[1],
+            "ahead": of_rows.get("comm/ahead_bytes", 0),
             "group": _group_bytes(trainer.strategy),
             "peers": over_tcp if trainer.world_size > 1 else 0,
             "requests": sum(value for name, value in telemetry.items() if name.startswith("load/")),
@@ -258,6 +262,7 @@ def _cost_from(folder: Path, workers: int, *, over_tcp: bool, crowded: bool) -> 
         peer_bytes=max(0.0, a_step("peers") - over_tcp * a_step("sent")),
         group_bytes=a_step("group"),
         requests=a_step("requests"),
+        ahead=min(1.0, a_step("ahead") / max(1.0, a_step("sent") + a_step("received"))),
         worker_bytes=mean(resident),
         server_bytes=sum(root["last"]["processes"][pid][1] for pid in servers),
     )

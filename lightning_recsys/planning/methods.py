@@ -23,7 +23,8 @@ class Method:
     Args:
         name: Its name in tables.
         overrides: Its words on the command line of ``train``.
-        make: Makes it, of the number of workers and of what the servers for a measurement are found by.
+        make: Makes it, of the number of workers and of what the servers for a measurement are found by. Where it is
+            ``grouped``, of a group's workers and of the arguments of its strategy for several groups.
         measured: Numbers of workers that are measured: 1, 2, or both. One worker alone sends others nothing.
         in_step: Whether the workers go in step.
         served: Whether its servers can be started beforehand, on machines of their own.
@@ -75,8 +76,8 @@ def _async_ps(workers: int, **servers: Any) -> Any:
     return AsyncParameterServerStrategy(**servers)
 
 
-def _hierarchical(workers: int) -> Any:
-    return HierarchicalStrategy(trainers_per_group=workers, transport="tcp")
+def _hierarchical(workers: int, **groups: Any) -> Any:
+    return HierarchicalStrategy(trainers_per_group=workers, transport="tcp", **groups)
 
 
 IN_STEP: dict[str, Any] = {"in_step": True, "served": False, "has_servers": False}

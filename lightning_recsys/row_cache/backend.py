@@ -300,7 +300,8 @@ class CachedBackend(StoreBackend):
         ``cache/reads`` counts the distinct rows of all batches. Shares of them are ``cache/hit_rate``, ``miss_rate``,
         ``stale_rate`` (found too old by a store) and ``refresh_rate`` (too far ahead of what was fetched).
         ``cache/evictions`` and ``comm/messages`` are numbers, ``comm/{rows,clocks,gradients}_bytes`` bytes both ways,
-        and ``cache/clock_lag`` is ``c_c - c_s`` of each row of the last batch, a float tensor. Where clocks count every
+        ``comm/ahead_bytes`` those that were asked for ahead of their lookup and travelled while a batch computed, and
+        ``cache/clock_lag`` is ``c_c - c_s`` of each row of the last batch, a float tensor. Where clocks count every
         update, ``cache/missed_updates/max`` is the largest number of others' updates, of those that the stores had when
         clocks were compared, that a copy lacked and was fit for use: exactly in place, at most by message, where it is
         known once the copy is fetched anew.
@@ -316,7 +317,7 @@ class CachedBackend(StoreBackend):
             "cache/evictions": counts["evictions"],
             "cache/clock_lag": torch.from_numpy(self._held.lags_U.astype(np.float32)),
             "comm/messages": counts["messages"],
-            **{f"comm/{kind}_bytes": counts[kind] for kind in ("rows", "clocks", "gradients")},
+            **{f"comm/{kind}_bytes": counts[kind] for kind in ("rows", "clocks", "gradients", "ahead")},
             **({"cache/missed_updates/max": counts["most_missed"]} if self._messages.rule.by_sum else {}),
         }
 

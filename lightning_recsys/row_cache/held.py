@@ -194,7 +194,9 @@ class RowsByMessage(HeldRows):
             if same_ids(self._planned.sparse, features):
                 return
             self._settle_planned()
+        before = self._messages.num_bytes
         self._planned = self._ask_for(features)
+        self.counts["ahead"] += self._messages.num_bytes - before
 
     def announce(self, features: SparseFeatures, *, ahead: int) -> None:  # noqa: D102 - inherited
         if not self.cache.limit:

@@ -113,7 +113,8 @@ class RowMessages:
     Attributes:
         needs_copies: Whether a store forgets rows: what is owed then comes with copies of the rows.
         shortest_expiry: After how many updates one does, at the earliest; ``None`` where none does.
-        counts: ``messages`` sent so far, and bytes both ways for ``rows``, ``clocks`` and ``gradients``; what else
+        counts: ``messages`` sent so far, and bytes both ways for ``rows``, ``clocks`` and ``gradients``, of which
+            those sent ahead of a lookup are ``ahead``; what else
             happens to the collection's copies is counted there as well (:class:`HeldRows`).
         unsent_steps: Updates of the whole collection that each store has not heard of.
         places: Which store has which row.
@@ -140,6 +141,11 @@ class RowMessages:
         self.needs_copies = any(self._needs_copies)
         self.shortest_expiry = min((x.expire_after for x in dynamic if x.expire_after is not None), default=None)
         self._owed: list[RowUpdates] = []
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes both ways of all messages that were sent so far, and of gradients that were counted beside them."""
+        return sum(self.counts[kind] for kind in ("rows", "clocks", "gradients"))
 
     @property
     def step(self) -> int:

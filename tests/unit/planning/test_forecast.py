@@ -105,6 +105,31 @@ def test_des_when_fields_are_dealt_out_further_then_only_what_is_cut_shrinks():
     assert made.limit == TRAINER_CORES
 
 
+@pytest.mark.parametrize(("ahead", "together"), [(0.0, 0.018), (0.5, 0.014), (1.0, 0.010)])
+def test_worker_in_step_when_it_asks_a_step_ahead_then_its_requests_travel_while_it_computes(ahead, together):
+    asks = {
+        "server_seconds": 0.002,
+        "sent_bytes": 0.003 * 1.25e8 * EFFICIENCY,
+        "received_bytes": 0.003 * 1.25e8 * EFFICIENCY,
+    }
+    layout = Layout("cpu", 1, 1, "cpu", 1)
+    made = forecast(METHODS["het"], cost(**asks, ahead=ahead), layout, machines())
+    assert made.step_seconds == pytest.approx(together)
+    slow = forecast(METHODS["het"], cost(**asks, ahead=ahead), layout, machines(port_gbit=0.1))
+    link = 0.06 + 0.002  # longer than it computes
+    assert slow.step_seconds == pytest.approx(max(0.01, ahead * link) + (1 - ahead) * link)
+
+
+def test_groups_when_there_are_more_then_each_has_its_own_servers_and_all_are_as_fast_as_one():
+    costs = cost(server_seconds=0.02)
+    one, ten = (
+        forecast(METHODS["hierarchical"], costs, Layout("cpu", groups, 1, None, groups, 1), machines(number=10))
+        for groups in (1, 10)
+    )
+    assert one.step_seconds == pytest.approx(0.01 + 0.02)
+    assert ten.examples_per_second == pytest.approx(10 * one.examples_per_second)
+
+
 def test_forecast_when_memory_is_missing_then_says_how_much():
     made = forecast(METHODS["async_ps"], cost(), Layout("cpu", 1, 4, "cpu", 1), machines(memory_gib=1e9 / 2**30))
     assert made.refused == "a machine cpu needs 3.7 GiB and has 0.9: 2.8 GiB are missing"

@@ -613,6 +613,26 @@ def test_telemetry_when_three_steps_are_done_then_it_counts_them(servers):
         "cache/evictions": 1,
     }
     assert told["comm/messages"] == 3
+    assert told["comm/ahead_bytes"] == 0
+
+
+def test_bytes_when_rows_are_asked_for_ahead_then_those_are_told_apart(servers, recorded):
+    (worker,) = one_table(servers, 1, cache_rows=12, staleness=10)
+    told = worker.embedding_bags.telemetry
+
+    def sent():
+        return sum(told()[f"comm/{kind}_bytes"] for kind in ("rows", "clocks", "gradients"))
+
+    update(worker, 0, ids(1, 2))
+    first = sent()
+    assert told()["comm/ahead_bytes"] == 0
+    worker.prefetch(ids(3, 4, 5))
+    assert 0 < told()["comm/ahead_bytes"] == sent() - first
+    ahead = told()["comm/ahead_bytes"]
+    update(worker, 0, ids(3, 4, 5))
+    assert sent() - first == ahead, "they were here"
+    update(worker, 0, ids(6))
+    assert sent() - first > ahead == told()["comm/ahead_bytes"]
 
 
 def test_dynamic_rows_when_cached_then_they_are_made_trained_saved_and_loaded_as_without(servers):

@@ -2,7 +2,7 @@
 
 Forecasts are made before the runs, from the local measurement alone. The hosts are network namespaces with one
 processor each. Strategies with servers have a worker on the first host and a server on the second; the others have a
-worker on each.
+worker on each, hierarchical training with a group's servers beside it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from benchmarks.harness.processes import python
 from benchmarks.harness.report import Columns, Result
 from benchmarks.suites.des.suite import environments
 from benchmarks.suites.het.link import MakeJob, measure_on_links, server_with_keys
-from benchmarks.suites.plan.training import make_data, make_task
+from benchmarks.suites.plan.training import GRAPH, make
 
 from lightning_recsys.placement.machine_kinds import MachineKind, Machines
 from lightning_recsys.planning import Forecast, Layout, measure
@@ -87,7 +87,7 @@ def run(
     Raises:
         ValueError: a model, a strategy or a rate that there is not.
     """
-    check_choices("suite.models", models, MODELS)
+    check_choices("suite.models", models, (*MODELS, GRAPH))
     check_choices("suite.methods", methods, METHODS)
     check_choices("suite.rates", rates, GBIT)
     link = partial(
@@ -117,9 +117,10 @@ def _link(
 ) -> Measured:
     held: list[Held] = []
     for model, batch_size, dim in workloads:
+        task, data = make(model, batch_size=batch_size, dim=dim, rows=rows)
         steps = measure(
-            make_task(model, dim),
-            make_data(batch_size, rows),
+            task,
+            data,
             methods=["single", *(x for x in methods if x != "single")],
             seconds=local_seconds,
         )
@@ -178,7 +179,7 @@ def _misordered(held: Sequence[Held]) -> int:
 
 def _forecast(steps: Steps, name: str, rate: str) -> Forecast:
     method = METHODS[name]
-    layout = Layout("host", 1, 1, "host", 1) if method.served else Layout("host", 2, 1)
+    layout = Layout("host", 1, 1, "host", 1) if method.served else Layout("host", 2, 1, None, 2 * method.grouped)
     if name == "single":
         layout = Layout("host", 1, 1)
     machines = Machines({"host": MachineKind(number=2, cores=1, port_gbit=GBIT[rate], latency_us=0.0)})  # none here
