@@ -26,6 +26,7 @@ from recipe_tools.figures import (
     run_at_best_rates,
     runs_of,
 )
+from recipe_tools.on_machines import on_machines
 from recipe_tools.overrides import explained_overrides
 from recipe_tools.record import RunRecord, task_overrides
 from recipe_tools.simulated import simulated
@@ -86,7 +87,7 @@ def simulate(config: Config, record: RunRecord, *, label: str) -> dict[str, Any]
     configure_worker()
     datamodule = build_datamodule(config)
     task = build_task(config, datamodule)
-    cluster = build(config["cluster"])
+    cluster = build(on_machines(config["cluster"], config["machines"]))
     record.details["parameters"] = count_parameters(task.model, datamodule)
     rows, examples = len(datamodule.rows("train")), config["examples"]
     total = rows if examples is None else examples

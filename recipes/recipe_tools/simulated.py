@@ -73,6 +73,8 @@ def _inputs(config: Config) -> dict[str, Any] | None:
             files = [*chain.from_iterable(of_splits), *raw_format.side_files()]
         elif get_object(data["_target_"]) is PreparedDataModule:
             files = [Path(data["root"]) / MANIFEST]
+        if (machines := config["machines"]["file"]) is not None:
+            files.append(Path(machines))
         found = file_identities(files)
     except FileNotFoundError:
         return None

@@ -13,6 +13,7 @@ from recipe_helpers import CONF, plain
 from recipe_tools import figures
 from recipe_tools.build import build
 from recipe_tools.figures import RUN, check_overrides, check_panels, run_all, runs_of
+from recipe_tools.on_machines import on_machines
 from recipe_tools.pictures import draw
 from recipe_tools.record import RunRecord
 from recipe_tools.simulated import simulated
@@ -32,6 +33,51 @@ def test_cluster_builds_and_many_workers_have_low_rates(name, composed):
     if cluster.num_workers > 100:
         assert config["optim"]["dense"]["lr"] == 0.0001
         assert config["optim"]["rows"]["lr"] == 0.001
+
+
+MACHINES = "fast: {cores: 4, port_gbit: 8, latency_us: 30, gflops: 50}\nslow: {cores: 2, port_gbit: 1, latency_us: 100}\n"
+CARRIED = 1448 / 1514  # of a full packet
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in (CONF / "cluster").glob("*.yaml")))
+def test_cluster_when_on_machines_of_a_file_then_has_their_ports(name, composed, tmp_path):
+    (file := tmp_path / "machines.yaml").write_text(MACHINES)
+    config = plain(composed("simulate", f"cluster={name}"))
+    before = build(config["cluster"])
+    made = build(on_machines(config["cluster"], {"file": str(file), "workers": "fast", "servers": "slow"}))
+    assert made.link.bandwidth == pytest.approx(1e9 * CARRIED)
+    assert made.link.latency == pytest.approx(15e-6)
+    links = [made.servers.link]
+    if (rounds := getattr(made, "synchronization", None)) is not None:
+        links.append(rounds.servers.link)
+    assert [x.bandwidth for x in links] == pytest.approx([1.25e8 * CARRIED] * len(links))
+    assert [x.latency for x in links] == pytest.approx([50e-6] * len(links))
+    assert made.num_workers == before.num_workers
+    assert build(on_machines(config["cluster"], {"file": None, "workers": None, "servers": None})) == before
+
+
+def test_group_when_on_machines_of_a_file_then_its_steps_take_their_time(composed, tmp_path):
+    (file := tmp_path / "machines.yaml").write_text("machine: {cores: 18, port_gbit: 25, gflops: 15}\n")
+    config = plain(composed("simulate", "cluster=ht_10"))
+    chosen = {"file": str(file), "workers": None, "servers": None}
+    group = on_machines(config["cluster"], chosen)["group"]
+    assert (group["cores"], group["flops"]) == (18, 15e9)
+    assert config["cluster"]["group"]["flops"] == 30e9, "the configuration itself stays"
+
+
+@pytest.mark.parametrize(
+    ("chosen", "sentence"),
+    [
+        ({"workers": None, "servers": "slow"}, r"machines\.workers must be a kind of .*: fast, slow; got None\."),
+        ({"workers": "fast", "servers": "cheap"}, r"machines\.servers must be a kind of .*; got cheap\."),
+        ({"file": None, "workers": "fast", "servers": None}, r"machines\.workers .*add machines\.file="),
+    ],
+)
+def test_machines_when_a_kind_is_not_there_then_one_sentence_names_the_key(chosen, sentence, composed, tmp_path):
+    (file := tmp_path / "machines.yaml").write_text(MACHINES)
+    cluster = plain(composed("simulate"))["cluster"]
+    with pytest.raises(ValueError, match=sentence):
+        on_machines(cluster, {"file": str(file), **chosen})
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in (CONF / "figure").glob("*.yaml")))

@@ -2,6 +2,7 @@
 
 import math
 import os
+from pathlib import Path
 
 import pytest
 
@@ -19,6 +20,20 @@ def test_machines_when_read_then_ports_are_bytes_and_memory_is_bytes(tmp_path):
     assert cpu.port.bandwidth == pytest.approx(1.25e9 * 1448 / 1514)
     assert cpu.port.latency == pytest.approx(20e-6)
     assert machines.kinds["small"].memory == math.inf
+
+
+EXAMPLES = Path(__file__).parents[3] / "examples/machines"
+
+
+def test_clusters_of_papers_when_read_then_each_has_its_machines():
+    number = {path.stem: {k: x.number for k, x in read_machines(path).kinds.items()} for path in EXAMPLES.iterdir()}
+    assert number == {
+        "shadowsync": {"trainer": 20, "server": 22},
+        "hierarchical": {"machine": 120},
+        "het": {"worker": 8, "server": 1},
+        "des": {"machine": 4},
+        "async_ps": {"worker": 3000, "server": 100},
+    }
 
 
 @pytest.mark.parametrize(
