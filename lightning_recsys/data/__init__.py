@@ -8,9 +8,9 @@ from lightning_recsys.data.loader import BatchLoader
 
 if TYPE_CHECKING:
     from lightning_recsys.data.generated.synthetic import SyntheticDataModule
+    from lightning_recsys.data.guesses.guessing import guess_schema
     from lightning_recsys.data.module import CTRDataModule
     from lightning_recsys.data.prepared.module import PreparedDataModule
-    from lightning_recsys.data.tables.guessing import guess_schema
     from lightning_recsys.data.tables.schema import Schema
     from lightning_recsys.data.tabular import TabularDataModule
 
@@ -22,7 +22,7 @@ _MODULES = {
     "Schema": "tables.schema",
     "SyntheticDataModule": "generated.synthetic",
     "TabularDataModule": "tabular",
-    "guess_schema": "tables.guessing",
+    "guess_schema": "guesses.guessing",
 }
 
 

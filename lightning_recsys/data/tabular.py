@@ -23,6 +23,7 @@ from rich.console import Console
 from lightning_recsys.__about__ import __version__
 from lightning_recsys.data.files import check_md5, file_identities
 from lightning_recsys.data.frames import frame_file
+from lightning_recsys.data.guesses.guessing import guess_schema
 from lightning_recsys.data.module import Split, check_option
 from lightning_recsys.data.preparation import ByFile, BySchema, Preparation, SchemaRules, SplitRule
 from lightning_recsys.data.preparation.cache import Lease, RowCache
@@ -32,7 +33,6 @@ from lightning_recsys.data.prepared.manifest import Manifest
 from lightning_recsys.data.prepared.module import PreparedReader
 from lightning_recsys.data.raw import TabularFormat
 from lightning_recsys.data.raw.columns import OnBadRow, SkippedRows
-from lightning_recsys.data.tables.guessing import guess_schema
 from lightning_recsys.data.tables.schema import Schema
 
 _VERSION = 7  # of what a schema makes of a file: another one where ids, numbers or splits come out otherwise

@@ -20,6 +20,7 @@ from ray.data import Dataset, ExecutionOptions
 from ray.train import DataConfig
 
 from lightning_recsys.data.frames import frame_file
+from lightning_recsys.data.guesses.guessing import guess_schema
 from lightning_recsys.data.module import Split, check_option
 from lightning_recsys.data.preparation import SchemaRules
 from lightning_recsys.data.preparation.encoding import Encoding
@@ -30,7 +31,6 @@ from lightning_recsys.data.prepared.manifest import Feature
 from lightning_recsys.data.raw import RawColumns, TabularFormat
 from lightning_recsys.data.raw.columns import OnBadRow, SkippedRows
 from lightning_recsys.data.raw.kernels import KeyTable
-from lightning_recsys.data.tables.guessing import guess_schema
 from lightning_recsys.data.tables.schema import Schema, feature_name
 from lightning_recsys.data.tables.schema_parts import Split as SchemaSplit
 

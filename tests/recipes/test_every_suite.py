@@ -46,8 +46,8 @@ SMALLEST = {
     f" quality.staleness=[0,10,null] quality.seeds=[0] quality.data.synthetic={ONE_RUN} ~quality.data.MovieLens-1M",
     "des": "batch_sizes.paper=16 ~batch_sizes.Criteo rounds=1 seconds=0.2"
     f" quality.seeds=[0] quality.data.synthetic={ONE_RUN} ~quality.data.MovieLens-1M",
-    "plan": "models=[dlrm,graphsage] methods=[shadowsync,hierarchical] batch_sizes=[16] dims=[16] rates=[1gbit] rows=4096 rounds=1"
-    " seconds=0.1 local_seconds=0.2",
+    "plan": "models=[dlrm,graphsage] methods=[shadowsync,hierarchical] batch_sizes=[16] dims=[16] rates=[1gbit]"
+    " rows=4096 rounds=1 seconds=0.1 local_seconds=0.2",
     "hierarchical": "batch_sizes=[16] rates=[1gbit] rounds=1 seconds=0.1"
     f" quality.seeds=[0] quality.data.MovieLens-1M={ONE_RUN}"
     " quality.rates={optim.rows.lr:[0.05],optim.dense.lr:[0.012]}",

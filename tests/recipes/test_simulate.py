@@ -35,7 +35,9 @@ def test_cluster_builds_and_many_workers_have_low_rates(name, composed):
         assert config["optim"]["rows"]["lr"] == 0.001
 
 
-MACHINES = "fast: {cores: 4, port_gbit: 8, latency_us: 30, gflops: 50}\nslow: {cores: 2, port_gbit: 1, latency_us: 100}\n"
+MACHINES = (
+    "fast: {cores: 4, port_gbit: 8, latency_us: 30, gflops: 50}\nslow: {cores: 2, port_gbit: 1, latency_us: 100}\n"
+)
 CARRIED = 1448 / 1514  # of a full packet
 
 

@@ -19,15 +19,15 @@ from numpy.typing import NDArray
 
 from lightning_recsys.data.files import find_files
 from lightning_recsys.data.graph.csr import Ids
+from lightning_recsys.data.guesses.feature_guesses import guess_features
+from lightning_recsys.data.guesses.sniffing import sniff
 from lightning_recsys.data.preparation.source import ordered_map
 from lightning_recsys.data.raw.cleaning import Column, concatenate
 from lightning_recsys.data.raw.table_file import TableFile
-from lightning_recsys.data.tables.feature_guesses import guess_features
 from lightning_recsys.data.tables.features import Dense, Input
 from lightning_recsys.data.tables.reading import kind_of, read_header
 from lightning_recsys.data.tables.record_files import open_records
 from lightning_recsys.data.tables.schema import FEATURES, FORMAT_KEYS, Schema
-from lightning_recsys.data.tables.sniffing import sniff
 from lightning_recsys.typed_yaml import check_keys, convert
 
 T = TypeVar("T")

@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from lightning_recsys.data.guesses.sniffing import is_number
 from lightning_recsys.data.raw.columns import Bags, RowJudge
 from lightning_recsys.data.raw.kernels import one_chunk
 from lightning_recsys.data.raw.ngrams import ngram_bags
@@ -30,7 +31,6 @@ from lightning_recsys.data.tables.features import LARGEST, Input, MultiValued, T
 from lightning_recsys.data.tables.label import LabelRule
 from lightning_recsys.data.tables.schema import Schema
 from lightning_recsys.data.tables.schema_parts import TableFormat
-from lightning_recsys.data.tables.sniffing import is_number
 from lightning_recsys.data.tables.words import as_words, float_words
 
 Numbers: TypeAlias = NDArray[np.float64]

@@ -12,6 +12,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from lightning_recsys.data.files import DAMAGED, ByteSource, InputFile
+from lightning_recsys.data.guesses.sniffing import is_number
 from lightning_recsys.data.raw.cleaning import Column, clean
 from lightning_recsys.data.raw.columns import BadLine, RowJudge
 from lightning_recsys.data.raw.kernels import find_records
@@ -30,7 +31,6 @@ from lightning_recsys.data.tables.reading import (
 from lightning_recsys.data.tables.record_files import leaf, open_records
 from lightning_recsys.data.tables.schema import Schema
 from lightning_recsys.data.tables.schema_parts import TableFormat
-from lightning_recsys.data.tables.sniffing import is_number
 from lightning_recsys.data.tables.words import as_words
 
 _LONGEST_ROW = BLOCK_BYTES

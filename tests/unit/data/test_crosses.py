@@ -5,7 +5,7 @@ import pandas as pd
 import pytest
 
 from lightning_recsys.data import TabularDataModule
-from lightning_recsys.data.tables.guessing import guess_schema
+from lightning_recsys.data.guesses.guessing import guess_schema
 from lightning_recsys.data.tables.schema import Schema
 
 

@@ -10,7 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from lightning_recsys.data import Schema, TabularDataModule, guess_schema
-from lightning_recsys.data.tables.evidence import ColumnEvidence, HeldOut
+from lightning_recsys.data.guesses.evidence import ColumnEvidence, HeldOut
 
 Column = NDArray[np.generic] | Sequence[object]
 

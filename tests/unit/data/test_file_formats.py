@@ -18,9 +18,9 @@ import pytest
 import torch
 
 from lightning_recsys.data import TabularDataModule
+from lightning_recsys.data.guesses.guessing import guess_schema
 from lightning_recsys.data.raw.tabular import TabularFormat
 from lightning_recsys.data.raw.text import Position
-from lightning_recsys.data.tables.guessing import guess_schema
 
 GOOD = ['{"click": 1, "user": "a", "price": 1.5}', '{"click": 0, "user": "b", "price": 2}']
 SCHEMA = {"label": "click", "dense": ["price"], "categorical": ["user"], "split": {"validation": 0, "test": 0}}

@@ -16,7 +16,7 @@ import torch
 
 from lightning_recsys.data import TabularDataModule
 from lightning_recsys.data.frames import frame_file
-from lightning_recsys.data.tables.guessing import guess_schema
+from lightning_recsys.data.guesses.guessing import guess_schema
 
 SCHEMA = {
     "label": "clicked",

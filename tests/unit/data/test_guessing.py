@@ -12,9 +12,9 @@ import pyarrow.parquet as parquet
 import pytest
 
 from lightning_recsys.data import Schema, TabularDataModule, guess_schema
+from lightning_recsys.data.guesses.sniffing import sniff
 from lightning_recsys.data.tables.reading import read_header
 from lightning_recsys.data.tables.schema_parts import TableFormat
-from lightning_recsys.data.tables.sniffing import sniff
 from lightning_recsys.serving.encoders import SchemaEncoder
 
 CLICKS = random.Random(1).choices((0, 1), k=20_000)  # which no other column tells

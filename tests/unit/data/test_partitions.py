@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lightning_recsys.data import TabularDataModule
-from lightning_recsys.data.tables.guessing import guess_schema
+from lightning_recsys.data.guesses.guessing import guess_schema
 
 ROWS = pd.DataFrame(
     {

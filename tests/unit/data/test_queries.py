@@ -15,10 +15,10 @@ import torch
 
 from lightning_recsys.data import TabularDataModule
 from lightning_recsys.data.files import find_files
+from lightning_recsys.data.guesses.guessing import guess_schema
 from lightning_recsys.data.queries import query_of, written_query
 from lightning_recsys.data.raw.tabular import TabularFormat
 from lightning_recsys.data.raw.text import Position
-from lightning_recsys.data.tables.guessing import guess_schema
 
 SQL = "SELECT click, user, shop, price AS cost FROM rows WHERE user LIKE 'u%' ORDER BY number; "
 SCHEMA = {

@@ -12,8 +12,9 @@ import pyarrow.parquet as parquet
 import pytest
 
 from lightning_recsys.data import guess_schema
-from lightning_recsys.data.tables import record_files, sniffing
-from lightning_recsys.data.tables.sniffing import sniff
+from lightning_recsys.data.guesses import sniffing
+from lightning_recsys.data.guesses.sniffing import sniff
+from lightning_recsys.data.tables import record_files
 
 ROWS = 20_000  # of which the last tenth is positive
 

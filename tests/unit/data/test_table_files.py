@@ -20,9 +20,9 @@ import yaml
 
 from lightning_recsys.data import Batch, Schema, TabularDataModule, guess_schema
 from lightning_recsys.data.files import ByteSource, InputFile, check_md5, find_files, members
+from lightning_recsys.data.guesses import sniffing
 from lightning_recsys.data.raw import Position, TabularFormat
 from lightning_recsys.data.raw.text import text_blocks
-from lightning_recsys.data.tables import sniffing
 from lightning_recsys.serving.encoders import SchemaEncoder, encoder_from, encoder_of
 
 HEADER = "click,age,user"

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_recsys.data.tables.column_guesses import Guess, Sample, guess_dense
-from lightning_recsys.data.tables.crosses import Cross, find_crosses
-from lightning_recsys.data.tables.evidence import ColumnEvidence, HeldOut, Numbers, auc_together, far_above_the_others
+from lightning_recsys.data.guesses.column_guesses import Guess, Sample, guess_dense
+from lightning_recsys.data.guesses.crosses import Cross, find_crosses
+from lightning_recsys.data.guesses.evidence import ColumnEvidence, HeldOut, Numbers, auc_together, far_above_the_others
 from lightning_recsys.data.tables.features import Categorical, Dense
 
 GIVES_AWAY = "gives the label away"

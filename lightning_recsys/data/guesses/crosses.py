@@ -11,7 +11,7 @@ from itertools import combinations
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_recsys.data.tables.evidence import ColumnEvidence, Numbers, fit_together, sigmoid
+from lightning_recsys.data.guesses.evidence import ColumnEvidence, Numbers, fit_together, sigmoid
 
 _ROWS = 30_000  # that are enough to see an effect which is worth a feature
 _COLUMNS = 8  # that tell most by themselves, of which every two are tried

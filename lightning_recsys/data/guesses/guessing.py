@@ -15,16 +15,16 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from lightning_recsys.data.files import find_files, stored_bytes
+from lightning_recsys.data.guesses.column_guesses import ALMOST, MISSING, DateOrder, Guess, Sample, guess_column
+from lightning_recsys.data.guesses.sniffing import is_number, sniff, told_apart
+from lightning_recsys.data.guesses.verdicts import Verdict, judge, short_loss
 from lightning_recsys.data.queries import written_query
-from lightning_recsys.data.tables.column_guesses import ALMOST, MISSING, DateOrder, Guess, Sample, guess_column
 from lightning_recsys.data.tables.columns import GROUPED_BY_DOTS
 from lightning_recsys.data.tables.features import Categorical
 from lightning_recsys.data.tables.label import LabelRule
 from lightning_recsys.data.tables.reading import partitions_of, read_header
 from lightning_recsys.data.tables.schema import FEATURES, Schema, feature_name, yaml_on_a_line
 from lightning_recsys.data.tables.schema_parts import Label, Split, TableFormat
-from lightning_recsys.data.tables.sniffing import is_number, sniff, told_apart
-from lightning_recsys.data.tables.verdicts import Verdict, judge, short_loss
 
 _LABEL_NAMES = ("label", "click", "clicked", "is_click", "target", "y", "conversion", "converted", "purchase", "rating")
 _POSITIVE = ("1", "true", "yes", "y", "click", "clicked", "positive")

@@ -10,10 +10,10 @@ from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_only
 
-from lightning_recsys.data.tables.column_guesses import MISSING, Guess, Sample, guess_column
+from lightning_recsys.data.guesses.column_guesses import MISSING, Guess, Sample, guess_column
+from lightning_recsys.data.guesses.sniffing import sniff
 from lightning_recsys.data.tables.schema import FEATURES
 from lightning_recsys.data.tables.schema_parts import TableFormat
-from lightning_recsys.data.tables.sniffing import sniff
 
 _ROWS = 20_000  # that a guess looks at: each column by itself needs no more
 

@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from lightning_recsys.data.guesses.sniffing import is_number
 from lightning_recsys.data.tables.columns import (
     NUMBER,
     are_lists,
@@ -23,7 +24,6 @@ from lightning_recsys.data.tables.columns import (
     split_lists,
 )
 from lightning_recsys.data.tables.features import Categorical, Dense, MultiValued, Vector
-from lightning_recsys.data.tables.sniffing import is_number
 
 DateOrder: TypeAlias = Literal["day_first", "month_first"]
 

@@ -1,0 +1,1 @@
+"""A first schema for an unknown file, and the evidence behind it."""
