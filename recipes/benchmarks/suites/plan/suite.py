@@ -8,12 +8,13 @@ worker on each, hierarchical training with a group's servers beside it.
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 import os
 import shutil
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -29,6 +30,7 @@ from benchmarks.harness.report import Columns, Result
 from benchmarks.suites.des.suite import environments
 from benchmarks.suites.het.link import MakeJob, measure_on_links, server_with_keys
 from benchmarks.suites.plan.training import GRAPH, make
+from recipe_tools.record import digest, machine, versions
 
 from lightning_recsys.placement.machine_kinds import MachineKind, Machines
 from lightning_recsys.planning import Forecast, Layout, measure
@@ -53,19 +55,21 @@ class Held:
     Args:
         workload: Model, batch size, width and rate of the link.
         method: The strategy.
-        foretold: What was forecast.
+        foretold: Examples a second that were forecast.
         measured: Examples a second that came.
+        limit: What limits them by the forecast.
     """
 
     workload: str
     method: str
-    foretold: Forecast
+    foretold: float
     measured: float
+    limit: str
 
     @property
     def error(self) -> float:
         """Percent by which the forecast is above what came; negative below."""
-        return 100 * (self.foretold.examples_per_second / self.measured - 1)
+        return 100 * (self.foretold / self.measured - 1)
 
 
 def run(
@@ -81,6 +85,7 @@ def run(
     seconds: float,
     local_seconds: float,
     warm_steps: Mapping[str, int],
+    cache: str,
 ) -> list[Result]:
     """Measure, forecast, run and compare; see ``conf/suite/plan.yaml`` for the arguments.
 
@@ -92,6 +97,7 @@ def run(
     check_choices("suite.rates", rates, GBIT)
     link = partial(
         _link,
+        cache=Path(cache),
         workloads=list(itertools.product(models, batch_sizes, dims)),
         methods=methods,
         rates=rates,
@@ -106,56 +112,75 @@ def run(
 
 def _link(
     *,
+    cache: Path,
     workloads: Sequence[tuple[str, int, int]],
-    methods: Sequence[str],
-    rates: Sequence[str],
     rows: int,
-    rounds: int,
-    seconds: float,
-    local_seconds: float,
-    warm_steps: Mapping[str, int],
+    **measured: Any,
 ) -> Measured:
     held: list[Held] = []
     for model, batch_size, dim in workloads:
-        task, data = make(model, batch_size=batch_size, dim=dim, rows=rows)
-        steps = measure(
-            task,
-            data,
-            methods=["single", *(x for x in methods if x != "single")],
-            seconds=local_seconds,
-        )
-        for name, why in steps.refusals.items():
-            log.warning("%s of %s is left out: %s", name, model, why)
-        measured = [name for name in methods if name in steps.costs]
-        foretold = {rate: {name: _forecast(steps, name, rate) for name in measured} for rate in rates}
         settings = {"model": model, "batch_size": batch_size, "dim": dim, "rows": rows}
-        makes: dict[str, MakeJob] = {name: partial(_job, name, settings, warm_steps.get(name, 5)) for name in measured}
+        name = f"{model}-{batch_size}-{dim}-{digest([settings, measured, versions(), machine()])}.json"
+        if (path := cache / name).exists():
+            held += [Held(**each) for each in json.loads(path.read_text())]
+            log.info("%s, B=%d, D=%d: taken from %s", model, batch_size, dim, path)
+            continue
         try:
-            came, _ = measure_on_links(
-                *(makes, rates),
-                batch_size=batch_size,
-                rounds=rounds,
-                seconds=seconds,
-                read=lambda job: job.telemetry,
-                burst=BURST,
-            )
+            found = _held(settings, **measured)
         except NoLinkError as error:
             log.warning("The link is left out: %s.", error)
             return [], _bars([])
-        for rate, name in itertools.product(rates, measured):
-            examples = came[rate].median(name) / (2 if METHODS[name].shares_batch else 1)
-            workload = f"{model}, B={batch_size}, D={dim}, {rate}"
-            held.append(Held(workload, name, foretold[rate][name], examples))
-            log.info("%s, %s: %.1f %%", workload, name, held[-1].error)
+        cache.mkdir(parents=True, exist_ok=True)
+        (new := path.with_suffix(".new")).write_text(json.dumps([asdict(each) for each in found]))
+        new.replace(path)
+        held += found
     header = ("", "strategy", "foretold", "measured", "off by", "limited by")
     lines = [
         [
-            *(each.workload, each.method, f"{each.foretold.examples_per_second:,.0f}", f"{each.measured:,.0f}"),
-            *(f"{each.error:+.0f} %", each.foretold.limit),
+            *(each.workload, each.method, f"{each.foretold:,.0f}", f"{each.measured:,.0f}"),
+            *(f"{each.error:+.0f} %", each.limit),
         ]
         for each in held
     ]
     return [Columns("Examples per second between two hosts", header, lines)], _bars(held)
+
+
+def _held(
+    settings: Mapping[str, Any],
+    *,
+    methods: Sequence[str],
+    rates: Sequence[str],
+    rounds: int,
+    seconds: float,
+    local_seconds: float,
+    warm_steps: Mapping[str, int],
+) -> list[Held]:
+    """The forecasts of one model, batch size and width, and what came."""
+    model, batch_size, dim = (settings[name] for name in ("model", "batch_size", "dim"))
+    task, data = make(**settings)
+    alone_first = ["single", *(x for x in methods if x != "single")]
+    steps = measure(task, data, methods=alone_first, seconds=local_seconds)
+    for name, why in steps.refusals.items():
+        log.warning("%s of %s is left out: %s", name, model, why)
+    measured = [name for name in methods if name in steps.costs]
+    foretold = {rate: {name: _forecast(steps, name, rate) for name in measured} for rate in rates}
+    makes: dict[str, MakeJob] = {name: partial(_job, name, settings, warm_steps.get(name, 5)) for name in measured}
+    came, _ = measure_on_links(
+        *(makes, rates),
+        batch_size=batch_size,
+        rounds=rounds,
+        seconds=seconds,
+        read=lambda job: job.telemetry,
+        burst=BURST,
+    )
+    held = []
+    for rate, name in itertools.product(rates, measured):
+        examples = came[rate].median(name) / (2 if METHODS[name].shares_batch else 1)
+        made = foretold[rate][name]
+        workload = f"{model}, B={batch_size}, D={dim}, {rate}"
+        held.append(Held(workload, name, made.examples_per_second, examples, made.limit))
+        log.info("%s, %s: %.1f %%", workload, name, held[-1].error)
+    return held
 
 
 def _bars(held: Sequence[Held]) -> list[Bar]:
@@ -173,7 +198,7 @@ def _misordered(held: Sequence[Held]) -> int:
     wrong = 0
     for one, other in itertools.permutations(held, 2):
         if one.workload == other.workload and one.measured > APART * other.measured:
-            wrong += one.foretold.examples_per_second < other.foretold.examples_per_second
+            wrong += one.foretold < other.foretold
     return wrong
 
 
