@@ -32,6 +32,7 @@ from lightning_recsys.launchers.sidecars import ServerSpec, Sidecars
 from lightning_recsys.monitoring.processes import descendants, processor_seconds, resident_bytes
 from lightning_recsys.parameter_server.keys import JobKeys
 from lightning_recsys.parameter_server.remote import RemoteStores
+from lightning_recsys.strategies.common.run_servers import RunServers
 from lightning_recsys.strategies.hierarchical.served_groups import GROUP
 from lightning_recsys.strategies.served import ServedStrategy
 
@@ -130,10 +131,13 @@ def measure_step(
         others = stack.enter_context(_busy_neighbours(max(0, free)))
         meter = _Meter(folder, root=os.getpid(), others=others, warm_seconds=warm_seconds, seconds=seconds)
         stack.enter_context(_quietly())
+        strategy = make_strategy(**given)
+        if isinstance(strategy, ServedStrategy) and not served:
+            strategy.run_servers, strategy.key_file = _ServersAsElsewhere(strategy), folder / "keys"
         trainer = pl.Trainer(
             accelerator="cpu",
             devices=workers,
-            strategy=make_strategy(**given),
+            strategy=strategy,
             callbacks=[meter],
             max_epochs=-1,
             limit_val_batches=0,
@@ -145,6 +149,16 @@ def measure_step(
         )
         trainer.fit(copy.deepcopy(task), datamodule=copy.deepcopy(datamodule))
         return replace(_cost_from(folder, workers, over_tcp=served, crowded=free < 0), empty_server_bytes=empty)
+
+
+class _ServersAsElsewhere(RunServers):
+    """Servers that the strategy starts beside its workers, reached as those of other machines: over TCP, with keys."""
+
+    def sidecars(self, specs: Sequence[ServerSpec]) -> Sidecars:
+        assert isinstance(self._strategy.key_file, Path)
+        keys = JobKeys.generate()
+        keys.save(self._strategy.key_file)
+        return Sidecars(specs, address="127.0.0.1", keys=keys.server)
 
 
 class _Meter(pl.Callback):

@@ -28,7 +28,15 @@ def test_steps_when_measured_then_bytes_are_those_of_closed_forms_and_nothing_st
     rows = data()
     task = CTRTask(DeepFM(rows.num_dense, rows.fields, embedding_dim=4, hidden=(8,)))
     before = {name: value.clone() for name, value in task.state_dict().items()}
-    measured = measure(task, rows, methods=["single", "ddp", "shadowsync"], seconds=0.5)
+    listened, sidecars = [], measuring._ServersAsElsewhere.sidecars
+
+    def noted(servers, specs):
+        made = sidecars(servers, specs)
+        listened.append((made.address, made.keys is not None and servers.keys.exists()))
+        return made
+
+    monkeypatch.setattr(measuring._ServersAsElsewhere, "sidecars", noted)
+    measured = measure(task, rows, methods=["single", "ddp", "shadowsync", "hierarchical"], seconds=0.5)
     assert not measured.refusals
     alone, ddp, free = measured.costs["single"][1], measured.costs["ddp"][2], measured.costs["shadowsync"][1]
     assert (alone.workers, ddp.workers, free.workers) == (1, 2, 1)
@@ -46,6 +54,11 @@ def test_steps_when_measured_then_bytes_are_those_of_closed_forms_and_nothing_st
     assert free.server_seconds > 0
     assert free.server_bytes >= free.empty_server_bytes > 0
     assert free.requests >= 2
+    group = measured.costs["hierarchical"][1]
+    assert group.server_seconds > 0
+    assert 0 < group.group_bytes < group.sent_bytes
+    # Its servers listened as for another machine, and its worker had their keys.
+    assert listened == [("127.0.0.1", True)]
     assert all(torch.equal(value, task.state_dict()[name]) for name, value in before.items())
     assert not list(tmp_path.iterdir())
 

@@ -58,12 +58,16 @@ class RunServers:
         starts = strategy.servers is None and strategy.num_nodes == 1
         specs = self._with_metrics(strategy.server_specs()) if starts else ()
         strategy.run_name = uuid4().hex
-        with Sidecars(specs, store_folder=strategy.store_folder, max_restarts=strategy.max_restarts) as sidecars:
+        with self.sidecars(specs) as sidecars:
             strategy.endpoints = sidecars.endpoints
             try:
                 yield sidecars
             finally:
                 strategy.endpoints = {}
+
+    def sidecars(self, specs: Sequence[ServerSpec]) -> Sidecars:
+        """The servers of :meth:`beside_workers`, not started yet: where they listen, and for whom."""
+        return Sidecars(specs, store_folder=self._strategy.store_folder, max_restarts=self._strategy.max_restarts)
 
     def find(self, specs: Sequence[ServerSpec]) -> None:
         """Learn where the servers are; start those of this node if no launcher of ours has. All ranks call this."""
