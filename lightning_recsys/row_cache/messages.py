@@ -113,9 +113,9 @@ class RowMessages:
     Attributes:
         needs_copies: Whether a store forgets rows: what is owed then comes with copies of the rows.
         shortest_expiry: After how many updates one does, at the earliest; ``None`` where none does.
-        counts: ``messages`` sent so far, and bytes both ways for ``rows``, ``clocks`` and ``gradients``, of which
-            those sent ahead of a lookup are ``ahead``; what else
-            happens to the collection's copies is counted there as well (:class:`HeldRows`).
+        counts: ``messages`` sent so far, and bytes both ways for ``rows``, ``clocks`` and ``gradients``, of which those
+            sent ahead of a lookup are ``ahead``; what else happens to the collection's copies is counted there as well
+            (:class:`HeldRows`).
         unsent_steps: Updates of the whole collection that each store has not heard of.
         places: Which store has which row.
         rule: What a push tells the stores' clocks, and when a copy is too old.

@@ -16,7 +16,8 @@ def on_machines(cluster: Config, chosen: Config) -> Config:
     Numbers of workers and servers stay the cluster's, and so do times of a batch, which no file of machines knows.
 
     Args:
-        cluster: As in ``conf/cluster``.
+        cluster: The node ``cluster`` of a configuration, with ``link`` and ``servers.link``, and where it has them
+            ``synchronization.servers`` and ``group``. It stays as it is.
         chosen: ``file``, or ``None`` for none; ``workers`` and ``servers``, the kinds of machines that they are on.
             Where a file has one kind, it is that of both.
 

@@ -74,7 +74,7 @@ def _inputs(config: Config) -> dict[str, Any] | None:
         elif get_object(data["_target_"]) is PreparedDataModule:
             files = [Path(data["root"]) / MANIFEST]
         if (machines := config["machines"]["file"]) is not None:
-            files.append(Path(machines))
+            files.append(Path(machines).expanduser())
         found = file_identities(files)
     except FileNotFoundError:
         return None

@@ -30,7 +30,7 @@ from benchmarks.harness.report import Columns, Result
 from benchmarks.suites.des.suite import environments
 from benchmarks.suites.het.link import MakeJob, measure_on_links, server_with_keys
 from benchmarks.suites.plan.training import GRAPH, make
-from recipe_tools.record import digest, machine, versions
+from recipe_tools.record import digest, git_commit, machine, versions
 
 from lightning_recsys.placement.machine_kinds import MachineKind, Machines
 from lightning_recsys.planning import Forecast, Layout, measure
@@ -120,7 +120,8 @@ def _link(
     held: list[Held] = []
     for model, batch_size, dim in workloads:
         settings = {"model": model, "batch_size": batch_size, "dim": dim, "rows": rows}
-        name = f"{model}-{batch_size}-{dim}-{digest([settings, measured, versions(), machine()])}.json"
+        here = [versions(), git_commit(), machine()]  # another forecast or another strategy is measured anew
+        name = f"{model}-{batch_size}-{dim}-{digest([settings, measured, here])}.json"
         if (path := cache / name).exists():
             held += [Held(**each) for each in json.loads(path.read_text())]
             log.info("%s, B=%d, D=%d: taken from %s", model, batch_size, dim, path)

@@ -91,7 +91,7 @@ def train(
     Args:
         folder: As in :class:`~benchmarks.harness.job_training.StepTimes`.
         asker: Id of the process that wants the training.
-        model: As in :func:`make`.
+        model: One of ``benchmarks.harness.ours.MODELS``, or :data:`GRAPH`.
         batch_size: Examples of a worker's step, or of all workers' where they share it.
         dim: Width of the rows.
         rows: Examples of an epoch, or nodes of the graph; there is no last one.
