@@ -21,6 +21,7 @@ from rich.table import Table
 from lightning_recsys.monitoring import Monitored, monitored_in
 from lightning_recsys.parameter_server.client import Connection
 from lightning_recsys.parameter_server.connect import client_keys
+from lightning_recsys.parameter_server.endpoints import endpoints_of
 
 SECONDS = 1.0  # between two looks
 DESCRIPTION = """\
@@ -241,7 +242,7 @@ class Top:
         self._folders = []
         for place in places:
             if place.startswith(("http://", "https://", "tcp://", "ipc://")):
-                self._endpoints.append(Monitored(place, place, keys))
+                self._endpoints += [Monitored(endpoint, endpoint, keys) for endpoint in endpoints_of(place)]
             elif "://" in place:
                 raise ValueError(f"{place!r} is no place: http://, tcp://, ipc:// or a run's folder")
             else:

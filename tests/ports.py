@@ -19,6 +19,23 @@ def free_port() -> int:
     return port
 
 
+def free_ports(number: int) -> int:
+    """The first of so many ports that follow each other, free as above."""
+    while True:
+        first, held = free_port(), []
+        try:
+            for port in range(first + 1, first + number):
+                held.append(socket.socket())
+                held[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                held[-1].bind(("", port))
+        except OSError:  # somebody has one of them, or there is none so high
+            for taken in held:
+                taken.close()
+            continue
+        _HELD.extend(held)
+        return first
+
+
 def let_go() -> None:
     """Of all ports."""
     while _HELD:

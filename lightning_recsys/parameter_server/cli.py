@@ -11,13 +11,16 @@ import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from lightning_recsys.parameter_server.client import Connection
 from lightning_recsys.parameter_server.connect import client_keys
+from lightning_recsys.parameter_server.endpoints import endpoints_of
 from lightning_recsys.parameter_server.keys import JobKeys, KeyFile, add_client, remove_client
+from lightning_recsys.parameter_server.processes import serve_in_processes
 from lightning_recsys.parameter_server.server import serve
 
 DESCRIPTION = """\
@@ -44,6 +47,9 @@ examples:
   for other machines, tables on disk; make the keys once and copy the file to every machine (mode 600):
     lightning-recsys-server --make-keys job.keys
     lightning-recsys-server --folder /data/tables --bind tcp://0.0.0.0:5790 --keys job.keys
+
+  on all cores of a machine, eight processes at eight ports; workers name them as tcp://10.0.0.7:5790-5797:
+    lightning-recsys-server --folder /data/tables --bind tcp://0.0.0.0:5790 --keys job.keys --processes 8
 
   a client with keys of its own, and without them again; servers that run take note within a second:
     lightning-recsys-server --add-client alice --keys job.keys
@@ -80,16 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _show_status(options.status, keys=options.keys, timeout=options.timeout, as_json=options.json)
         elif options.folder:
             logging.basicConfig(format="%(levelname)s: %(message)s")
-            serve(
-                options.folder,
-                bind=options.bind,
-                keys=KeyFile(options.keys) if options.keys else None,
-                ready=_say_ready,
-                num_threads=options.threads,
-                max_clients=options.max_clients,
-                metrics_port=options.metrics_port,
-                monitored=_say_monitored,
-            )
+            _serve(options)
         else:
             parser.error(
                 "one of --folder, --status, --make-keys, --add-client and --remove-client is needed; see --help"
@@ -109,7 +106,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     task = parser.add_mutually_exclusive_group()
     task.add_argument("--folder", type=Path, help="serve the stores of this folder, which is made if it is not there")
-    task.add_argument("--status", metavar="ENDPOINT", help="ask the server at this endpoint how it is doing")
+    task.add_argument("--status", metavar="ENDPOINT", help="ask the server, or the range of servers, how it is doing")
     task.add_argument("--make-keys", metavar="FILE", type=Path, help="write new keys to a new file and end")
     task.add_argument(
         "--add-client",
@@ -131,6 +128,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--threads", type=int, default=1, help="threads for arithmetic (default: %(default)s)")
     parser.add_argument(
+        "--processes",
+        type=int,
+        metavar="N",
+        help="serve by N processes, each with a part of the rows and a port of its own, the first that of --bind; one "
+        "that ends is started again (default: by this process alone)",
+    )
+    parser.add_argument(
         "--max-clients",
         type=int,
         default=1024,
@@ -148,6 +152,21 @@ def _parser() -> argparse.ArgumentParser:
         "--timeout", type=float, default=5.0, help="seconds to wait for the status (default: %(default)s)"
     )
     return parser
+
+
+def _serve(options: argparse.Namespace) -> None:
+    given = {
+        "ready": _say_ready,
+        "num_threads": options.threads,
+        "max_clients": options.max_clients,
+        "metrics_port": options.metrics_port,
+        "monitored": _say_monitored,
+    }
+    if options.processes is None:
+        serve(options.folder, bind=options.bind, keys=KeyFile(options.keys) if options.keys else None, **given)
+    else:
+        bind = options.bind or "none"
+        serve_in_processes(options.folder, processes=options.processes, bind=bind, keys=options.keys, **given)
 
 
 def _change_clients(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
@@ -174,19 +193,43 @@ def _say_monitored(url: str) -> None:
 
 
 def _show_status(endpoint: str, *, keys: Path | None, timeout: float, as_json: bool) -> None:
-    connection = Connection(endpoint, keys=client_keys(keys), timeout=timeout, retries=0)
-    try:
-        status = connection.request("status").value
-    finally:
-        connection.close()
+    of_servers = [_ask(x, keys=keys, timeout=timeout) for x in endpoints_of(endpoint)]
     if as_json:
-        sys.stdout.write(json.dumps(status) + "\n")
+        sys.stdout.write("".join(json.dumps(status) + "\n" for status in of_servers))
         return
     table = Table("", endpoint, show_header=True)
-    for name, value in status.items():
+    for name, value in _together(of_servers).items():
         shown = f"{value:,.0f} s" if name == "uptime" else f"{value:,}" if isinstance(value, int) else str(value)
         table.add_row(name, shown)
     Console().print(table)
+
+
+def _ask(endpoint: str, *, keys: Path | None, timeout: float) -> dict[str, Any]:
+    connection = Connection(endpoint, keys=client_keys(keys), timeout=timeout, retries=0)
+    try:
+        status: dict[str, Any] = connection.request("status").value
+        return status
+    finally:
+        connection.close()
+
+
+def _together(of_servers: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The status of several servers as one: numbers are summed, but for those that are no parts of a whole."""
+    first, *others = of_servers
+    if not others:
+        return first
+    together: dict[str, Any] = {"servers": len(of_servers)}
+    for name in first:
+        values = [status[name] for status in of_servers if name in status]
+        if name in ("uptime", "free_bytes"):
+            together[name] = min(values)
+        elif isinstance(values[0], int):
+            together[name] = sum(values)
+        elif name == "mean_staleness":
+            together[name] = max(values)
+        elif name != "folder":
+            together[name] = ", ".join(dict.fromkeys(map(str, values)))
+    return together
 
 
 if __name__ == "__main__":

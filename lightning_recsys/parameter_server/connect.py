@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any, Literal, get_args
 
 from lightning_recsys.compression import make_codec
 from lightning_recsys.parameter_server.client import Connection
+from lightning_recsys.parameter_server.endpoints import endpoints_of, is_endpoint
 from lightning_recsys.parameter_server.journal import read_nonce
 from lightning_recsys.parameter_server.keys import ClientKeys, JobKeys, Token, load_client_keys
 from lightning_recsys.parameter_server.remote import RemoteStores
@@ -69,6 +69,8 @@ def connect(
     if endpoint.startswith("shm:///"):
         return MappedStores(endpoint.removeprefix("shm://"))
     if not is_endpoint(endpoint):
+        if len(several := endpoints_of(endpoint)) > 1:
+            raise ValueError(f"{endpoint} names {len(several)} servers, each with stores of its own: connect to each.")
         raise ValueError(f"an endpoint is shm:///folder, ipc:///socket or tcp://host:port, got {endpoint!r}.")
     options: dict[str, Any] = {
         "keys": client_keys(keys),
@@ -105,12 +107,3 @@ def client_keys(keys: ClientKeys | JobKeys | Token | Path | str | None) -> Clien
     if isinstance(keys, str | Path):
         return load_client_keys(Path(keys))
     return keys.client if isinstance(keys, JobKeys) else keys
-
-
-def is_endpoint(text: str) -> bool:
-    """Whether a server may listen there.
-
-    >>> is_endpoint("tcp://10.0.0.7:5790"), is_endpoint("ipc:///dev/shm/tables/.socket"), is_endpoint("tcp://host")
-    (True, True, False)
-    """
-    return re.fullmatch(r"tcp://[^/]+:[1-9][0-9]*|ipc:///.+", text) is not None

@@ -53,7 +53,7 @@ def serve(
     folder: Path,
     *,
     bind: str | None = None,
-    keys: ServerKeys | KeyFile | None = None,
+    keys: ServerKeys | KeyFile | Token | None = None,
     ready: Callable[[str], None] = lambda endpoint: None,
     num_threads: int = 1,
     limits: Limits | None = None,
@@ -75,7 +75,7 @@ def serve(
         bind: Where to listen: ``ipc:///socket``, a file that is made, or ``tcp://host:port``, of which port 0 is a free
             one. Default: a socket in the folder, so that whoever may write to the folder is let in.
         keys: Who may talk to it over TCP, which may change meanwhile with a :class:`KeyFile`; needed for every address
-            but the machine's own, where without keys the folder's token is asked for
+            but the machine's own, where a token is asked for, without keys that of the folder
             (:class:`~lightning_recsys.parameter_server.keys.Token`).
         ready: Called with the endpoint as soon as it listens.
         num_threads: Threads for the arithmetic, as in :func:`lightning_recsys.runtime.configure_worker`.
@@ -111,14 +111,17 @@ def serve(
             server.handler.metrics_url = monitoring.url
             monitoring.set_ready(partial(collect, server.handler))
             stack.callback(monitoring.set_unready)
-        parent = multiprocessing.parent_process()
-        if parent is not None:
-            assert parent.pid is not None
-            for descriptor in (parent.sentinel, *process_end(parent.pid)):
-                server.stop_when_readable(descriptor)
+        for descriptor in ends_of_parent():
+            server.stop_when_readable(descriptor)
         with _stopping_on_signals(server):
             ready(server.endpoint)
             server.run()
+
+
+def ends_of_parent() -> list[int]:
+    """File descriptors that are readable once the process has ended that started this one by :mod:`multiprocessing`."""
+    parent = multiprocessing.parent_process()
+    return [] if parent is None or parent.pid is None else [parent.sentinel, *process_end(parent.pid)]
 
 
 class Server:
@@ -144,7 +147,7 @@ class Server:
         folder: Path,
         *,
         bind: str | None = None,
-        keys: ServerKeys | KeyFile | None = None,
+        keys: ServerKeys | KeyFile | Token | None = None,
         limits: Limits | None = None,
         max_clients: int = 1024,
         offer: MakeOffer | None = None,
@@ -362,7 +365,7 @@ def _host_of(bind: str) -> str:
     return "127.0.0.1" if bind.startswith("ipc://") else "0.0.0.0" if host == "*" else host  # noqa: S104 - as asked
 
 
-def check_bind(bind: str, keys: ServerKeys | KeyFile | None) -> None:
+def check_bind(bind: str, keys: ServerKeys | KeyFile | Token | None) -> None:
     """Refuse an address that other machines reach where there are no keys, and what is no address.
 
     Raises:
@@ -382,7 +385,7 @@ def check_bind(bind: str, keys: ServerKeys | KeyFile | None) -> None:
             "bind must be tcp://host:port, such as tcp://127.0.0.1:0 (0: a free port), or ipc:///path/of/a/socket, got"
             f" {bind!r}."
         )
-    if keys is None and not is_loopback(match[1].strip("[]")):
+    if (keys is None or isinstance(keys, Token)) and not is_loopback(match[1].strip("[]")):
         raise ValueError(
             f"bind={bind!r} can be reached from other machines, so it needs keys: make some with "
             "`lightning-recsys-server --make-keys FILE`, give FILE to the server and to its clients (--keys FILE, "

@@ -77,8 +77,8 @@ class RecsysStrategy(DDPStrategy):
 
     Args:
         num_threads: Threads per worker, as in :func:`lightning_recsys.runtime.configure_worker`.
-        servers: Endpoints of servers that run already (``tcp://host:port``, ``ipc:///socket``); nothing is started
-            then, and each of them serves every kind.
+        servers: Endpoints of servers that run already (``tcp://host:port``, a range ``tcp://host:5790-5797``,
+            ``ipc:///socket``); nothing is started then, and each of them serves every kind.
         key_file: Keys to ``servers`` on TCP: as ``lightning-recsys-server --make-keys`` writes them, or the token that
             a server on loopback leaves in its folder. Servers that are started here get keys of their own.
         transport: ``auto`` reads and writes through shared memory where a server runs on the same machine; ``tcp``
@@ -147,7 +147,7 @@ class RecsysStrategy(DDPStrategy):
         require_kind("timeout", timeout, timedelta, wanted, optional=True)
         require_one_of("transport", transport, get_args(Transport))
         make_codec(compression, "rows")
-        check_servers(servers, key_file, server_metrics_port)
+        endpoints = check_servers(servers, key_file, server_metrics_port)
         if "dense" in vars(self):
             self.asynchronous, self.wraps_model = self.dense.asynchronous, self.dense.wraps_model
         else:
@@ -160,7 +160,7 @@ class RecsysStrategy(DDPStrategy):
         super().__init__(start_method="forkserver", timeout=timeout, **kwargs)
         let_lightning_read_folders()
         self.num_threads = num_threads
-        self.servers = None if servers is None else tuple(servers)
+        self.servers = endpoints
         self.transport: Transport = transport
         self.compression = compression
         self.key_file = key_file

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
@@ -243,8 +242,11 @@ class RunServers:
 
 def check_servers(
     servers: Sequence[str] | None, key_file: str | os.PathLike[str] | None, metrics_port: int | None
-) -> None:
-    """Before workers start: each of them would say what is wrong with one endpoint at a time."""
+) -> tuple[str, ...] | None:
+    """The endpoint of each server, ranges written out.
+
+    Before workers start: each of them would say what is wrong with one endpoint at a time.
+    """
     if metrics_port is not None:
         hint = "9100 is a usual choice; further servers have those above."
         require_whole("server_metrics_port", metrics_port, hint=hint)
@@ -259,10 +261,13 @@ def check_servers(
             " here get keys of their own: leave it out, or name the servers that it belongs to."
         )
     if servers is None:
-        return
-    listed = () if isinstance(servers, str) else servers
-    if not listed or not all(re.fullmatch(r"tcp://[^/]+:[1-9][0-9]*|ipc:///.+", endpoint) for endpoint in listed):
+        return None
+    from lightning_recsys.parameter_server.endpoints import all_endpoints, is_endpoint
+
+    endpoints = () if isinstance(servers, str) else tuple(all_endpoints(servers))
+    if not endpoints or not all(map(is_endpoint, endpoints)):
         raise ValueError(
-            f"strategy.servers must be a list of endpoints such as [tcp://10.0.0.7:5790], got {servers!r}. Leave it out"
-            " to have servers started."
+            "strategy.servers must be a list of endpoints such as [tcp://10.0.0.7:5790], or ranges of ports such as"
+            f" [tcp://10.0.0.7:5790-5797], got {servers!r}. Leave it out to have servers started."
         )
+    return endpoints
