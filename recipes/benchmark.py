@@ -12,7 +12,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import hydra
 from benchmarks.harness import report
-from benchmarks.harness.jobs import sigterm_exits
+from benchmarks.harness.jobs.job import sigterm_exits
 from omegaconf import DictConfig, OmegaConf
 from recipe_tools.build import build
 from recipe_tools.overrides import explained_overrides

@@ -16,7 +16,7 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 from lightning_recsys.launchers.sidecars import ServerSpec, Sidecars, Watch
 
 if TYPE_CHECKING:
-    from lightning_recsys.parameter_server.keys import ClientKeys, JobKeys
+    from lightning_recsys.parameter_server.access.keys import ClientKeys, JobKeys
 
 _RUNS = itertools.count()  # runs of this process; all ranks of a job count alike
 
@@ -102,7 +102,7 @@ class NodeServers:
                 f"MASTER_ADDR={os.environ.get('MASTER_ADDR')} leads to the nodes' addresses {addresses}, some of which"
                 " no other machine can reach. Set it to an address of the main node that all nodes reach it by."
             )
-        from lightning_recsys.parameter_server.keys import JobKeys
+        from lightning_recsys.parameter_server.access.keys import JobKeys
 
         if self._environment.global_rank() == 0:
             store.set("keys", JobKeys.generate().to_bytes().decode())

@@ -33,7 +33,7 @@ from lightning_recsys.launchers.processes import (
 from lightning_recsys.runtime import ProcessState
 
 if TYPE_CHECKING:
-    from lightning_recsys.parameter_server.keys import ServerKeys
+    from lightning_recsys.parameter_server.access.keys import ServerKeys
 
 START_SECONDS = 120.0  # for a server to be ready; a fork server that has imported everything takes a third of one
 STORE_SERVER = "lightning_recsys.parameter_server.server"  # imported when there is one to run: it takes a while

@@ -16,10 +16,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from lightning_recsys.parameter_server.access.keys import JobKeys, KeyFile, add_client, remove_client
 from lightning_recsys.parameter_server.client import Connection
 from lightning_recsys.parameter_server.connect import client_keys
 from lightning_recsys.parameter_server.endpoints import endpoints_of
-from lightning_recsys.parameter_server.keys import JobKeys, KeyFile, add_client, remove_client
 from lightning_recsys.parameter_server.processes import serve_in_processes
 from lightning_recsys.parameter_server.server import serve
 

@@ -17,14 +17,14 @@ from torch import Tensor
 from zmq.utils.monitor import recv_monitor_message
 
 from lightning_recsys.errors import RequestRefusedError, ServerUnreachableError
-from lightning_recsys.parameter_server.keys import ClientKeys, Token
-from lightning_recsys.parameter_server.sockets import (
+from lightning_recsys.parameter_server.access.keys import ClientKeys, Token
+from lightning_recsys.parameter_server.messages.sockets import (
     expect_heartbeats,
     send_unpaced,
     shared_context,
     spending_descriptors,
 )
-from lightning_recsys.parameter_server.wire import (
+from lightning_recsys.parameter_server.messages.wire import (
     CLIENT_ID_BYTES,
     MAX_WINDOW,
     Frame,

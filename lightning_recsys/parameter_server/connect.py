@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from lightning_recsys.compression import make_codec
+from lightning_recsys.parameter_server.access.keys import ClientKeys, JobKeys, Token, load_client_keys
 from lightning_recsys.parameter_server.client import Connection
 from lightning_recsys.parameter_server.endpoints import endpoints_of, is_endpoint
 from lightning_recsys.parameter_server.journal import read_nonce
-from lightning_recsys.parameter_server.keys import ClientKeys, JobKeys, Token, load_client_keys
 from lightning_recsys.parameter_server.remote import RemoteStores
 from lightning_recsys.stores.folders.locality import why_not_local
 from lightning_recsys.stores.interfaces import Stores

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from lightning_recsys.parameter_server.wire import Frame
+from lightning_recsys.parameter_server.messages.wire import Frame
 
 LOOK_MILLISECONDS = 500  # between two looks at what has arrived
 

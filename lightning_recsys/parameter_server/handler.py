@@ -22,6 +22,16 @@ from torch import Tensor
 from lightning_recsys.errors import StoreReplacedError
 from lightning_recsys.parameter_server.connections import Peer
 from lightning_recsys.parameter_server.journal import Journal
+from lightning_recsys.parameter_server.messages.wire import (
+    Frame,
+    Limits,
+    MessageError,
+    Reply,
+    Request,
+    Status,
+    decode_request,
+    encode_reply,
+)
 from lightning_recsys.parameter_server.requests.checks import take_plain
 from lightning_recsys.parameter_server.requests.clients import Clients
 from lightning_recsys.parameter_server.requests.dense import DenseRequests
@@ -32,18 +42,8 @@ from lightning_recsys.parameter_server.requests.operations import Answer, Offer,
 from lightning_recsys.parameter_server.requests.rows import RowRequests
 from lightning_recsys.parameter_server.requests.stores import OpenStores
 from lightning_recsys.parameter_server.watched.counts import Counts, OperationCounts
-from lightning_recsys.parameter_server.wire import (
-    Frame,
-    Limits,
-    MessageError,
-    Reply,
-    Request,
-    Status,
-    decode_request,
-    encode_reply,
-)
+from lightning_recsys.stores.folders.mapped_arrays import remove_leftovers
 from lightning_recsys.stores.folders.room import is_for_want_of_room
-from lightning_recsys.stores.mapped_arrays import remove_leftovers
 
 MakeOffer = Callable[[Path, Limits, Callable[[], Peer | None]], Offer]
 """Makes what a server offers besides stores; as ``offer`` of :class:`RequestHandler`."""

@@ -31,11 +31,11 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_recsys.parameter_server.own_files import open_own
-from lightning_recsys.parameter_server.wire import MAX_WINDOW
+from lightning_recsys.parameter_server.access.own_files import open_own
+from lightning_recsys.parameter_server.messages.wire import MAX_WINDOW
 from lightning_recsys.stores.folders.locality import boot_id
+from lightning_recsys.stores.folders.mapped_arrays import MappedArrays
 from lightning_recsys.stores.folders.room import reserve
-from lightning_recsys.stores.mapped_arrays import MappedArrays
 
 JOURNAL = ".journal"  # a name that no store can have
 UNDO = ".undo"

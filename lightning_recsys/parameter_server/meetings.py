@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from lightning_recsys.errors import WorkerLostError
+from lightning_recsys.parameter_server.access.keys import ClientKeys, JobKeys, Token
 from lightning_recsys.parameter_server.client import Connection
 from lightning_recsys.parameter_server.connect import client_keys
-from lightning_recsys.parameter_server.keys import ClientKeys, JobKeys, Token
+from lightning_recsys.parameter_server.messages.wire import Reply
 from lightning_recsys.parameter_server.requests.meetings import FAILED, OVER, SEND, WAIT
 from lightning_recsys.parameter_server.waiting import turns
-from lightning_recsys.parameter_server.wire import Reply
 from lightning_recsys.sync.leases import IN_FLIGHT, Lease
 
 log = logging.getLogger(f"pytorch_lightning.{__name__}")  # which has a handler in worker processes, too

@@ -25,10 +25,10 @@ from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any
 
+from lightning_recsys.parameter_server.access.keys import KeyFile, Token
+from lightning_recsys.parameter_server.access.own_files import check_own_folder, make_own_folder
 from lightning_recsys.parameter_server.endpoints import as_range
 from lightning_recsys.parameter_server.journal import JOURNAL
-from lightning_recsys.parameter_server.keys import KeyFile, Token
-from lightning_recsys.parameter_server.own_files import check_own_folder, make_own_folder
 from lightning_recsys.parameter_server.server import check_bind, ends_of_parent, serve
 
 MAX_PROCESSES = 256

@@ -18,15 +18,15 @@ from lightning_recsys.embeddings.kernels import TableLayout
 from lightning_recsys.embeddings.sparse_features import SparseFeatures
 from lightning_recsys.optim import RowOptimizer
 from lightning_recsys.parameter_server.client import Connection, Pending
-from lightning_recsys.parameter_server.exchange_wire import (
+from lightning_recsys.parameter_server.messages.exchange_wire import (
     codec_of_rows,
     cut_exchange,
     join_answers,
     pack_request,
     unpack_reply,
 )
+from lightning_recsys.parameter_server.messages.wire import Reply
 from lightning_recsys.parameter_server.requests.checks import GENERATION
-from lightning_recsys.parameter_server.wire import Reply
 from lightning_recsys.stores.dynamic.rows import DynamicRows
 from lightning_recsys.stores.exchange import RowExchange, RowValues
 from lightning_recsys.stores.interfaces import DenseStore, DynamicEmbeddingStore, EmbeddingStore, Rows, Stores

@@ -25,13 +25,18 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from lightning_recsys.monitoring import MonitoringEndpoint
+from lightning_recsys.parameter_server.access.keys import KeyFile, ServerKeys, Token
+from lightning_recsys.parameter_server.access.own_files import check_own_folder, make_own_folder, open_own
 from lightning_recsys.parameter_server.connections import LOOK_MILLISECONDS, Connections, Peer
 from lightning_recsys.parameter_server.handler import MakeOffer, RequestHandler, Unfinished
-from lightning_recsys.parameter_server.keys import KeyFile, ServerKeys, Token
-from lightning_recsys.parameter_server.own_files import check_own_folder, make_own_folder, open_own
-from lightning_recsys.parameter_server.sockets import allow_descriptors, expect_heartbeats, is_loopback, send_unpaced
+from lightning_recsys.parameter_server.messages.sockets import (
+    allow_descriptors,
+    expect_heartbeats,
+    is_loopback,
+    send_unpaced,
+)
+from lightning_recsys.parameter_server.messages.wire import Limits, receive_frames
 from lightning_recsys.parameter_server.watched.metrics import collect
-from lightning_recsys.parameter_server.wire import Limits, receive_frames
 from lightning_recsys.runtime import configure_worker, process_end
 
 LOCK = ".server.lock"
@@ -76,7 +81,7 @@ def serve(
             one. Default: a socket in the folder, so that whoever may write to the folder is let in.
         keys: Who may talk to it over TCP, which may change meanwhile with a :class:`KeyFile`; needed for every address
             but the machine's own, where a token is asked for, without keys that of the folder
-            (:class:`~lightning_recsys.parameter_server.keys.Token`).
+            (:class:`~lightning_recsys.parameter_server.access.keys.Token`).
         ready: Called with the endpoint as soon as it listens.
         num_threads: Threads for the arithmetic, as in :func:`lightning_recsys.runtime.configure_worker`.
         limits: What one request, and its reply, may take.

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from lightning_recsys.partition.tracing import TracedModel
-from lightning_recsys.placement.plan import OperatorPlan, levels
+from lightning_recsys.placement.operator_plans.plan import OperatorPlan, levels
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,7 +110,8 @@ class PartitionedModel:
 def split(traced: TracedModel, plan: OperatorPlan) -> PartitionedModel:
     """Cut a model by a plan into as few parts as its operators' order allows, with one device each.
 
-    A part has the operators of one device and one of the :func:`~lightning_recsys.placement.plan.levels`.
+    A part has the operators of one device and one of the plan's levels
+    (:func:`~lightning_recsys.placement.operator_plans.plan.levels`).
 
     Args:
         traced: The model.

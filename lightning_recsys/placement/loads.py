@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from lightning_recsys.placement.machines import GroupMachines
+from lightning_recsys.placement.operator_plans.plan import levels
 from lightning_recsys.placement.operators import TRAINER, OperatorGraph, server_index, server_name
-from lightning_recsys.placement.plan import levels
 
 
 @dataclass(frozen=True)

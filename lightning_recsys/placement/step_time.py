@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from lightning_recsys.placement.loads import DeviceLoad, LoadModel
 from lightning_recsys.placement.machines import GroupMachines
+from lightning_recsys.placement.operator_plans.plan import OperatorPlan
 from lightning_recsys.placement.operators import TRAINER, OperatorGraph
-from lightning_recsys.placement.plan import OperatorPlan
 from lightning_recsys.placement.queueing import closed_network_seconds
 
 

@@ -11,8 +11,8 @@ from lightning_recsys.errors import OperatorRoomError
 from lightning_recsys.placement.exact import solve
 from lightning_recsys.placement.loads import LoadModel
 from lightning_recsys.placement.machines import GroupMachines
+from lightning_recsys.placement.operator_plans.plan import OperatorPlan
 from lightning_recsys.placement.operators import TRAINER, Operator, OperatorGraph, server_name
-from lightning_recsys.placement.plan import OperatorPlan
 
 OperatorMethod = Literal["none", "rules", "greedy", "exact"]
 Score = tuple[float, tuple[float, ...], float]

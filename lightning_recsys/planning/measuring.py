@@ -30,9 +30,9 @@ import pytorch_lightning as pl
 
 from lightning_recsys.launchers.sidecars import ServerSpec, Sidecars
 from lightning_recsys.monitoring.processes import descendants, processor_seconds, resident_bytes
-from lightning_recsys.parameter_server.keys import JobKeys
+from lightning_recsys.parameter_server.access.keys import JobKeys
 from lightning_recsys.parameter_server.remote import RemoteStores
-from lightning_recsys.strategies.common.run_servers import RunServers
+from lightning_recsys.strategies.common.run.servers import RunServers
 from lightning_recsys.strategies.hierarchical.served_groups import GROUP
 from lightning_recsys.strategies.served import ServedStrategy
 

@@ -15,7 +15,7 @@ import ray.util
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from lightning_recsys.parameter_server.keys import JobKeys
+from lightning_recsys.parameter_server.access.keys import JobKeys
 from lightning_recsys.parameter_server.server import serve
 
 _ENDPOINT = "endpoint"  # a file beside the stores, by which a server that starts again finds its port

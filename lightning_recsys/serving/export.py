@@ -17,10 +17,10 @@ from lightning_recsys.serving.dense import DensePart, export_apart
 from lightning_recsys.serving.encoders import encoder_of, warn_of_weights
 from lightning_recsys.serving.files import VersionFolder
 from lightning_recsys.serving.manifest import Manifest
-from lightning_recsys.serving.packing import RowFormat, check_row_format
 from lightning_recsys.serving.publishing.retention import check_counts
 from lightning_recsys.serving.publishing.snapshots import backend_of, snapshot_of
 from lightning_recsys.serving.publishing.writer import Cut, Skeleton, VersionWriter, counts_of
+from lightning_recsys.serving.rows.packing import RowFormat, check_row_format
 
 
 def export_model(

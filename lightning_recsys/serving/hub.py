@@ -27,8 +27,8 @@ from lightning_recsys.errors import PublishedVersionError
 from lightning_recsys.serving.export import export_model
 from lightning_recsys.serving.files import VersionFolder
 from lightning_recsys.serving.manifest import MAX_MANIFEST_BYTES, Link, Manifest, digest_of
-from lightning_recsys.serving.packing import RowFormat
 from lightning_recsys.serving.reader import PublishedModel, open_version
+from lightning_recsys.serving.rows.packing import RowFormat
 
 CARD = "README.md"
 CONFIG = "config.json"

@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from lightning_recsys.embeddings import EmbeddingBagConfig
-from lightning_recsys.serving.packing import ROW_FORMATS, RowFormat
+from lightning_recsys.serving.rows.packing import ROW_FORMATS, RowFormat
 
 FORMAT = 2
 MANIFEST = "manifest.json"

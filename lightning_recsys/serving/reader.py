@@ -23,9 +23,9 @@ from lightning_recsys.serving.dense import load_program, with_weights
 from lightning_recsys.serving.encoders import RequestEncoder, encoder_from
 from lightning_recsys.serving.files import VersionFolder
 from lightning_recsys.serving.manifest import CURRENT, Link, Manifest, TableRows
-from lightning_recsys.serving.packing import num_words
-from lightning_recsys.serving.row_files import Integers, RowFile, read_ids
-from lightning_recsys.serving.tables import PublishedRows
+from lightning_recsys.serving.rows.files import Integers, RowFile, read_ids
+from lightning_recsys.serving.rows.packing import num_words
+from lightning_recsys.serving.rows.tables import PublishedRows
 
 DENSE = "model.safetensors"
 PROGRAM = "model.pt2"

@@ -12,8 +12,8 @@ from lightning_recsys.compression.codec import Carries
 from lightning_recsys.placement.communication import Network
 from lightning_recsys.placement.loads import LoadModel
 from lightning_recsys.placement.machines import Coding, GroupMachines, Processor
+from lightning_recsys.placement.operator_plans.plan import levels
 from lightning_recsys.placement.operators import TRAINER, Operator, OperatorGraph, Value, server_index
-from lightning_recsys.placement.plan import levels
 from lightning_recsys.placement.tagging import OperatorMethod, place_operators
 from lightning_recsys.simulation.groups import Group, Leg
 

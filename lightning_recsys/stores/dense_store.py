@@ -14,10 +14,10 @@ from torch import Tensor
 
 from lightning_recsys.optim import RowOptimizer, RowSWAP, RowWiseAdagrad
 from lightning_recsys.optim.swap import PERIOD, discount_state_, stands_still
-from lightning_recsys.stores import counters
 from lightning_recsys.stores.checks import check_values
+from lightning_recsys.stores.folders import counters
+from lightning_recsys.stores.folders.mapped_arrays import MappedArrays, Shapes
 from lightning_recsys.stores.interfaces import VALUES, DenseStore
-from lightning_recsys.stores.mapped_arrays import MappedArrays, Shapes
 from lightning_recsys.stores.plain import (
     optimizer_from_plain,
     optimizer_to_plain,

@@ -18,12 +18,12 @@ from lightning_recsys.embeddings.kernels import TableLayout
 from lightning_recsys.embeddings.kernels.numba_kernel import gather_for
 from lightning_recsys.embeddings.sparse_features import SparseFeatures
 from lightning_recsys.optim import RowOptimizer
-from lightning_recsys.stores import counters
 from lightning_recsys.stores.digests import DIGEST, digest_rows
 from lightning_recsys.stores.exchange import RowExchange, RowValues
 from lightning_recsys.stores.exchange_loops import add_rows, compare_clocks, move_clocks
+from lightning_recsys.stores.folders import counters
+from lightning_recsys.stores.folders.mapped_arrays import MappedArrays, Shapes
 from lightning_recsys.stores.interfaces import Rows
-from lightning_recsys.stores.mapped_arrays import MappedArrays, Shapes
 from lightning_recsys.stores.plain import rows_to_plain
 from lightning_recsys.stores.row_files import CLOCK, STEP, RowFiles, as_matrix, row_arrays
 from lightning_recsys.stores.versions import VERSION, check_versions

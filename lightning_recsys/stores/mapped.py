@@ -21,9 +21,9 @@ from lightning_recsys.stores.dynamic.hash_store import HashEmbeddingStore
 from lightning_recsys.stores.dynamic.rows import DynamicRows
 from lightning_recsys.stores.embedding_store import MappedEmbeddingStore
 from lightning_recsys.stores.folders.locality import boot_id
+from lightning_recsys.stores.folders.mapped_arrays import META, check_name, remove_arrays, total_bytes
 from lightning_recsys.stores.folders.room import free_bytes, used_bytes
 from lightning_recsys.stores.interfaces import EmbeddingStore, Stores
-from lightning_recsys.stores.mapped_arrays import META, check_name, remove_arrays, total_bytes
 from lightning_recsys.sync import StalenessNormalization
 
 

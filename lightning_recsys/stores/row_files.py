@@ -19,11 +19,11 @@ from lightning_recsys.embeddings.kernels.numba_kernel import NumbaKernel
 from lightning_recsys.embeddings.sparse_features import SparseFeatures
 from lightning_recsys.optim import RowOptimizer
 from lightning_recsys.optim.compiled import apply_update
-from lightning_recsys.stores import counters
 from lightning_recsys.stores.checks import check_rows, check_values
 from lightning_recsys.stores.digests import DIGEST
+from lightning_recsys.stores.folders import counters
+from lightning_recsys.stores.folders.mapped_arrays import MappedArrays, Shapes, total_bytes
 from lightning_recsys.stores.interfaces import EmbeddingStore, Rows
-from lightning_recsys.stores.mapped_arrays import MappedArrays, Shapes, total_bytes
 from lightning_recsys.stores.plain import rows_from_plain
 from lightning_recsys.stores.versions import (
     CHANGE,

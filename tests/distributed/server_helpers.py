@@ -15,8 +15,8 @@ import zmq
 from lightning_recsys.embeddings import EmbeddingBagConfig
 from lightning_recsys.embeddings.kernels import TableLayout
 from lightning_recsys.parameter_server.handler import RequestHandler
+from lightning_recsys.parameter_server.messages.wire import Limits, Request, decode_reply, encode_request
 from lightning_recsys.parameter_server.server import Server
-from lightning_recsys.parameter_server.wire import Limits, Request, decode_reply, encode_request
 
 CLIENT = bytes(range(1, 17))
 LAYOUT = TableLayout(

@@ -15,9 +15,9 @@ from lightning_recsys.errors import RequestRefusedError, ServerInUseError, Store
 from lightning_recsys.launchers.processes import fork_server_context
 from lightning_recsys.optim import RowSGD
 from lightning_recsys.parameter_server import connect
-from lightning_recsys.parameter_server import lease as lease_module
-from lightning_recsys.parameter_server.keys import JobKeys
-from lightning_recsys.parameter_server.lease import RunLease
+from lightning_recsys.parameter_server.access import lease as lease_module
+from lightning_recsys.parameter_server.access.keys import JobKeys
+from lightning_recsys.parameter_server.access.lease import RunLease
 from lightning_recsys.parameter_server.remote import RemoteStores
 from lightning_recsys.parameter_server.server import serve
 from lightning_recsys.stores import MappedStores

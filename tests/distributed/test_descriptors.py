@@ -16,7 +16,7 @@ from server_helpers import running
 from server_processes import processes
 
 from lightning_recsys.parameter_server import connect, sockets
-from lightning_recsys.parameter_server.sockets import allow_descriptors
+from lightning_recsys.parameter_server.messages.sockets import allow_descriptors
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(120)]
 
@@ -63,7 +63,7 @@ def test_process_when_it_has_no_descriptors_left_then_a_sentence_says_what_to_do
 
 THREADS = """
 import os, time, zmq
-from lightning_recsys.parameter_server.sockets import shared_context
+from lightning_recsys.parameter_server.messages.sockets import shared_context
 
 def count():
     return len(os.listdir("/proc/self/fd"))

@@ -22,11 +22,11 @@ from lightning_recsys.optim import RowSGD
 from lightning_recsys.parameter_server import connect
 from lightning_recsys.parameter_server.handler import RequestHandler
 from lightning_recsys.parameter_server.journal import Journal
-from lightning_recsys.parameter_server.wire import Limits, Request, Status, decode_reply, encode_request
+from lightning_recsys.parameter_server.messages.wire import Limits, Request, Status, decode_reply, encode_request
 from lightning_recsys.partition.parts import split
 from lightning_recsys.partition.tracing import trace
 from lightning_recsys.placement.machines import GroupMachines
-from lightning_recsys.placement.plan import OperatorPlan
+from lightning_recsys.placement.operator_plans.plan import OperatorPlan
 from lightning_recsys.stores import DynamicRows, MappedStores
 from lightning_recsys.stores.folders.room import free_bytes
 from lightning_recsys.strategies import AsyncParameterServerStrategy

@@ -21,7 +21,7 @@ from lightning_recsys.callbacks import TelemetryMonitor
 from lightning_recsys.data import SyntheticDataModule
 from lightning_recsys.errors import OperatorRoomError
 from lightning_recsys.models import DLRM, DeepFM
-from lightning_recsys.placement.plan_file import read_measured, read_plan
+from lightning_recsys.placement.operator_plans.file import read_measured, read_plan
 from lightning_recsys.strategies import HierarchicalStrategy
 from lightning_recsys.strategies.hierarchical import OperatorPlacement
 from lightning_recsys.strategies.hierarchical.draining import WANTED

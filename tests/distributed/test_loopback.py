@@ -9,7 +9,7 @@ import zmq
 from server_helpers import OpenServer, running
 
 from lightning_recsys.parameter_server import connect
-from lightning_recsys.parameter_server.sockets import send_unpaced
+from lightning_recsys.parameter_server.messages.sockets import send_unpaced
 
 pytestmark = pytest.mark.skipif(not hasattr(socket, "TCP_CONGESTION"), reason="needs Linux")
 

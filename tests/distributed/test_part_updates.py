@@ -9,10 +9,10 @@ import torch
 from server_processes import Processes, die, processes
 from torch import nn
 
-from lightning_recsys.parameter_server.wire import Limits, Request
+from lightning_recsys.parameter_server.messages.wire import Limits, Request
 from lightning_recsys.partition.parts import split
 from lightning_recsys.partition.tracing import trace
-from lightning_recsys.placement.plan import OperatorPlan
+from lightning_recsys.placement.operator_plans.plan import OperatorPlan
 from lightning_recsys.strategies.hierarchical.servers.group_parts import GroupParts
 from lightning_recsys.strategies.hierarchical.servers.group_server import GroupRequests
 

@@ -12,7 +12,7 @@ from lightning_recsys.errors import RequestRefusedError
 from lightning_recsys.optim import RowAdagrad, RowSGD, RowWiseAdagrad
 from lightning_recsys.parameter_server import connect
 from lightning_recsys.parameter_server.handler import RequestHandler
-from lightning_recsys.parameter_server.wire import Limits
+from lightning_recsys.parameter_server.messages.wire import Limits
 from lightning_recsys.stores import MappedStores
 from lightning_recsys.stores.exchange import RowExchange
 

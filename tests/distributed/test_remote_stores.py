@@ -26,11 +26,11 @@ from lightning_recsys.errors import RequestRefusedError, ServerUnreachableError
 from lightning_recsys.optim import RowAdagrad, RowSGD
 from lightning_recsys.parameter_server import JobKeys, connect, serve
 from lightning_recsys.parameter_server import remote as remote_module
+from lightning_recsys.parameter_server.access.keys import KeyFile, Token, add_client, remove_client
 from lightning_recsys.parameter_server.client import Connection
-from lightning_recsys.parameter_server.keys import KeyFile, Token, add_client, remove_client
+from lightning_recsys.parameter_server.messages.wire import VERSION, Limits
 from lightning_recsys.parameter_server.remote import RemoteStores
 from lightning_recsys.parameter_server.server import Server, check_bind
-from lightning_recsys.parameter_server.wire import VERSION, Limits
 from lightning_recsys.stores import MappedStores
 from lightning_recsys.stores.digests import DIGEST, digest_rows
 

@@ -8,7 +8,7 @@ from server_helpers import CLIENT, LAYOUT, ask, digest
 
 from lightning_recsys.optim import RowAdagrad, RowSGD
 from lightning_recsys.parameter_server.handler import RequestHandler
-from lightning_recsys.parameter_server.wire import Limits
+from lightning_recsys.parameter_server.messages.wire import Limits
 from lightning_recsys.stores.plain import layout_to_plain, optimizer_to_plain
 
 ONE_ROW = torch.tensor([2]), torch.full((1, 4), -1.0)

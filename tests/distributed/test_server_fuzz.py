@@ -17,7 +17,7 @@ from server_helpers import CLIENT, LAYOUT, ask, digest, raw_dealer, request_fram
 from lightning_recsys.optim import RowSGD
 from lightning_recsys.parameter_server import connect
 from lightning_recsys.parameter_server.handler import RequestHandler
-from lightning_recsys.parameter_server.wire import Limits, Status, decode_reply
+from lightning_recsys.parameter_server.messages.wire import Limits, Status, decode_reply
 from lightning_recsys.stores.plain import layout_to_plain, optimizer_to_plain
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(280)]

@@ -13,7 +13,7 @@ from server_helpers import CLIENT, LAYOUT, OpenServer, raw_dealer, request_frame
 
 from lightning_recsys.optim import RowSGD
 from lightning_recsys.parameter_server import connect
-from lightning_recsys.parameter_server.wire import Limits, decode_reply
+from lightning_recsys.parameter_server.messages.wire import Limits, decode_reply
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(120)]
 

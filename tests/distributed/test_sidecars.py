@@ -23,7 +23,7 @@ from lightning_recsys.errors import RequestRefusedError
 from lightning_recsys.launchers import ServerSpec, Sidecars
 from lightning_recsys.launchers.sidecars import SHARED_MEMORY, Watch
 from lightning_recsys.parameter_server.connect import connect
-from lightning_recsys.parameter_server.wire import Limits
+from lightning_recsys.parameter_server.messages.wire import Limits
 from lightning_recsys.strategies import HETStrategy, ShadowSyncStrategy
 
 pytestmark = [

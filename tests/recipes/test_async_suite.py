@@ -5,7 +5,7 @@ from __future__ import annotations
 from inspect import signature
 
 import pytest
-from benchmarks.harness.job_training import make_strategy
+from benchmarks.harness.jobs.training import make_strategy
 from benchmarks.suites.async_ps import quality, suite
 from benchmarks.suites.shadowsync import training
 from hydra import initialize_config_dir

@@ -21,7 +21,7 @@ import torch
 from benchmarks.harness.apart import Apart
 from benchmarks.harness.bars import Bar, Bars
 from benchmarks.harness.estimates import trimmed_mean
-from benchmarks.harness.job_training import StepTimes
+from benchmarks.harness.jobs.training import StepTimes
 from benchmarks.harness.quadruples import Quadruples
 from benchmarks.harness.report import Curves, Drawn, fill, markdown, show
 from benchmarks.harness.turns import Measurement, Stopped, Turn, in_turns

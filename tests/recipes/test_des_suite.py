@@ -12,10 +12,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from benchmarks.harness import jobs
-from benchmarks.harness.hosts import Host, NoLinkError
-from benchmarks.harness.job_training import make_strategy
-from benchmarks.harness.jobs import Job
+from benchmarks.harness.jobs import job as jobs
+from benchmarks.harness.jobs.hosts import Host, NoLinkError
+from benchmarks.harness.jobs.job import Job
+from benchmarks.harness.jobs.training import make_strategy
 from benchmarks.suites.des import processors as des_processors
 from benchmarks.suites.des import quality as des_quality
 from benchmarks.suites.des import suite as des
@@ -144,7 +144,7 @@ def suite(monkeypatch):
     both = tuple(Host(name, f"10.0.0.{i}", f"link-{name}") for i, name in enumerate("ab"))
     monkeypatch.setattr(des, "linked_hosts", lambda rate: nullcontext(both))
     monkeypatch.setattr(jobs, "Job", Pretended)
-    monkeypatch.setattr(jobs, "run_in_turns", lambda jobs, *, rounds, seconds: None)
+    monkeypatch.setattr(jobs, "run_in_turns", lambda given, *, rounds, seconds: None)
     monkeypatch.setattr(des, "ROWS", {"paper": SMALL})
     monkeypatch.setattr(des, "encryption_seconds", lambda: 1e-7)
     return des.Suite(batch_sizes={"paper": 40}, models=["LR"], rounds=1, seconds=0.0)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from benchmarks.harness.hosts import NoLinkError
+from benchmarks.harness.jobs.hosts import NoLinkError
 from benchmarks.harness.turns import Measurement
 from benchmarks.peers.torch_sparse import make_sampler
 from benchmarks.suites.graph import link

@@ -9,13 +9,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from benchmarks.harness.hosts import Host, NoLinkError
+from benchmarks.harness.jobs.hosts import Host, NoLinkError
 from benchmarks.harness.workload import Workload
 from benchmarks.suites.hierarchical import quality, training
 from benchmarks.suites.hierarchical import suite as hierarchical
 
 from lightning_recsys.compression import Compression
-from lightning_recsys.placement.plan_file import read_plan
+from lightning_recsys.placement.operator_plans.file import read_plan
 from lightning_recsys.strategies import HierarchicalStrategy
 
 OPTIONS = {

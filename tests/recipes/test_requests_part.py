@@ -6,8 +6,8 @@ from itertools import islice
 
 import pytest
 import torch
-from benchmarks.harness import hosts
-from benchmarks.harness.hosts import free_port
+from benchmarks.harness.jobs import hosts
+from benchmarks.harness.jobs.hosts import free_port
 from benchmarks.harness.turns import Measurement
 from benchmarks.harness.workload import Workload
 from benchmarks.peers import bare_link, torch_rpc

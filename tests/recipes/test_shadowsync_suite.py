@@ -16,8 +16,8 @@ import psutil
 import pytest
 from benchmarks.harness import hosts, jobs, processes
 from benchmarks.harness.bars import Bars
-from benchmarks.harness.hosts import Host, NoLinkError, linked_hosts
-from benchmarks.harness.jobs import Job, steps_per_second
+from benchmarks.harness.jobs.hosts import Host, NoLinkError, linked_hosts
+from benchmarks.harness.jobs.job import Job, steps_per_second
 from benchmarks.suites.shadowsync import quality as shadowsync_quality
 from benchmarks.suites.shadowsync import suite as shadowsync
 from benchmarks.suites.shadowsync import training as shadowsync_training
@@ -160,8 +160,8 @@ def test_linked_hosts_when_a_signal_ends_the_program_then_they_are_gone(number):
 
 WAIT = """
 import time
-from benchmarks.harness.hosts import linked_hosts
-from benchmarks.harness.jobs import sigterm_exits
+from benchmarks.harness.jobs.hosts import linked_hosts
+from benchmarks.harness.jobs.job import sigterm_exits
 with sigterm_exits(), linked_hosts() as (host, _):
     print(host.namespace, flush=True)
     time.sleep(60)

@@ -93,15 +93,16 @@ EDGES: dict[str, set[str]] = {
 LINES: dict[str, list[str]] = {
     "parameter_server": [
         "cli",
+        "processes",
         "server",
         "watched/metrics",
         "handler meetings parts/operators",
         "requests/clients requests/dense requests/dynamic requests/exchange requests/meetings requests/rows",
-        "requests/stores connect lease",
+        "requests/stores access/lease connect",
         "requests/served requests/operations parts/remote_parts remote waiting",
-        "client exchange_wire",
+        "client messages/exchange_wire",
         "connections journal parts/operator_wire parts/trained_part requests/checks requests/kept",
-        "keys own_files parts/update_undo sockets watched/counts wire",
+        "access/keys access/own_files endpoints messages/sockets messages/wire parts/update_undo watched/counts",
     ],
     "stores": [
         "backend mapped",
@@ -109,7 +110,8 @@ LINES: dict[str, list[str]] = {
         "row_files tables",
         "interfaces",
         "dynamic/rows exchange versions",
-        "checks counters digests dynamic/drawing dynamic/key_index exchange_loops mapped_arrays plain stripes",
+        "checks digests dynamic/drawing dynamic/key_index exchange_loops plain stripes",
+        "folders/counters folders/mapped_arrays",
         "folders/locality folders/room",
     ],
 }
@@ -281,7 +283,7 @@ def test_lines_when_a_file_imports_then_judged_by_where_it_stands(tmp_path, sour
 def test_rooms_when_counted_then_none_has_more_files_than_a_reader_keeps_in_mind():
     sizes = {room.relative_to(PACKAGE).as_posix(): len(list(room.glob("*.py"))) for room in PACKAGE.rglob("*/")}
     assert "strategies/common" in sizes
-    assert {room: size for room, size in sizes.items() if size > 18} == {}
+    assert {room: size for room, size in sizes.items() if size > 15} == {}
 
 
 ROOMS = [path.parent for path in sorted(PACKAGE.rglob("README.md"))]

@@ -9,7 +9,7 @@ import torch
 from lightning_recsys.launchers import EngineEnvironment
 from lightning_recsys.placement import ClusterLayout
 from lightning_recsys.strategies import DESStrategy, HETStrategy, HierarchicalStrategy, ShadowSyncStrategy
-from lightning_recsys.strategies.common.run_identity import run_id
+from lightning_recsys.strategies.common.run.identity import run_id
 from lightning_recsys.strategies.hierarchical.groups import Groups
 
 

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 from lightning_recsys.compression import Compression, Receiver, Sender
 from lightning_recsys.parameter_server.connections import Peer
+from lightning_recsys.parameter_server.messages.wire import Limits, Request
 from lightning_recsys.parameter_server.parts.operator_wire import pack, unpack
 from lightning_recsys.parameter_server.parts.trained_part import Graph, Settings, TrainedPart
 from lightning_recsys.parameter_server.requests.checks import take_arguments
 from lightning_recsys.parameter_server.requests.operations import Answer, Operations
-from lightning_recsys.parameter_server.wire import Limits, Request
 from lightning_recsys.runtime import configure_worker
 
 MAX_TOKENS = 64  # of one net: more are of batches that nobody will finish, and the oldest goes

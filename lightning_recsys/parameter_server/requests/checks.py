@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_recsys.parameter_server.wire import Request
+from lightning_recsys.parameter_server.messages.wire import Request
 
 GENERATION = "generation"  # an argument of whatever concerns a store that is open: which one of that name
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from lightning_recsys.parameter_server.access.lease import Lease
 from lightning_recsys.parameter_server.connections import Peer
 from lightning_recsys.parameter_server.journal import Journal
-from lightning_recsys.parameter_server.lease import Lease
+from lightning_recsys.parameter_server.messages.wire import Request
 from lightning_recsys.parameter_server.requests.checks import take_plain
 from lightning_recsys.parameter_server.requests.operations import Operations
-from lightning_recsys.parameter_server.wire import Request
 from lightning_recsys.stores.folders.locality import place_of
 
 MAX_RUN, MAX_HOLDER = 64, 200  # characters

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_recsys.parameter_server.messages.wire import Request
 from lightning_recsys.parameter_server.requests.checks import take_arguments, take_array, take_arrays, take_plain
 from lightning_recsys.parameter_server.requests.operations import Answer, Operations, Push
 from lightning_recsys.parameter_server.requests.stores import OpenStores
-from lightning_recsys.parameter_server.wire import Request
 from lightning_recsys.stores.checks import check_rate
 from lightning_recsys.stores.dense_store import STEP
 from lightning_recsys.stores.interfaces import VALUES

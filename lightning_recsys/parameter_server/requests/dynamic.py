@@ -8,10 +8,10 @@ from functools import partial
 
 import torch
 
+from lightning_recsys.parameter_server.messages.wire import Request
 from lightning_recsys.parameter_server.requests.checks import take_arguments, take_arrays, take_plain
 from lightning_recsys.parameter_server.requests.operations import Operations, Push
 from lightning_recsys.parameter_server.requests.stores import OpenStores
-from lightning_recsys.parameter_server.wire import Request
 
 
 class DynamicRequests:

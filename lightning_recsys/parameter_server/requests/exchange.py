@@ -8,11 +8,11 @@ from __future__ import annotations
 from torch import Tensor
 
 from lightning_recsys.compression import Codec
-from lightning_recsys.parameter_server.exchange_wire import codec_of_rows, pack_reply, unpack_request
+from lightning_recsys.parameter_server.messages.exchange_wire import codec_of_rows, pack_reply, unpack_request
+from lightning_recsys.parameter_server.messages.wire import MessageError, Request
 from lightning_recsys.parameter_server.requests.operations import Operations, Push
 from lightning_recsys.parameter_server.requests.served import ServedEmbedding
 from lightning_recsys.parameter_server.requests.stores import OpenStores
-from lightning_recsys.parameter_server.wire import MessageError, Request
 from lightning_recsys.stores.exchange import RowExchange
 from lightning_recsys.stores.row_files import CLOCK
 

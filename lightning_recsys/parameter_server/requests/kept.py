@@ -8,7 +8,7 @@ import weakref
 import zlib
 from pathlib import Path
 
-from lightning_recsys.parameter_server.own_files import open_own
+from lightning_recsys.parameter_server.access.own_files import open_own
 from lightning_recsys.stores.folders.room import reserve
 
 _HEADER = struct.Struct("<qqq")  # number of the write, length of what follows, and the sum of both and of that

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_recsys.parameter_server.messages.wire import Request
 from lightning_recsys.parameter_server.requests.checks import take_arguments, take_arrays, take_plain
 from lightning_recsys.parameter_server.requests.kept import KeptBytes
 from lightning_recsys.parameter_server.requests.operations import Operations
-from lightning_recsys.parameter_server.wire import Request
 from lightning_recsys.sync.leases import IN_FLIGHT, ShardLeases
 from lightning_recsys.sync.membership import Membership, Met
 

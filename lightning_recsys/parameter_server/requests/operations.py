@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from lightning_recsys.parameter_server.journal import Undo
-from lightning_recsys.parameter_server.wire import Request
+from lightning_recsys.parameter_server.messages.wire import Request
 
 Read = Callable[[Request], object]
 """Answers a request that counts the same however often it comes, in most cases because it changes nothing.

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from lightning_recsys.compression import make_codec
+from lightning_recsys.parameter_server.messages.wire import Request
 from lightning_recsys.parameter_server.requests.checks import take_arguments, take_array, take_arrays, take_plain
 from lightning_recsys.parameter_server.requests.operations import Operations, Push
 from lightning_recsys.parameter_server.requests.served import ServedEmbedding
 from lightning_recsys.parameter_server.requests.stores import OpenStores
-from lightning_recsys.parameter_server.wire import Request
 from lightning_recsys.stores.checks import check_rate
 from lightning_recsys.stores.interfaces import Rows
 from lightning_recsys.stores.versions import check_versions

@@ -15,15 +15,15 @@ from torch import Tensor
 from lightning_recsys.embeddings.int64_ids import as_int64s
 from lightning_recsys.embeddings.sparse_features import SparseFeatures
 from lightning_recsys.parameter_server.journal import Undo
+from lightning_recsys.parameter_server.messages.wire import Limits, Request
 from lightning_recsys.parameter_server.requests.checks import take_array
-from lightning_recsys.parameter_server.wire import Limits, Request
 from lightning_recsys.stores import embedding_store
 from lightning_recsys.stores.checks import check_features
 from lightning_recsys.stores.dense_store import MappedDenseStore
 from lightning_recsys.stores.dynamic import hash_store
 from lightning_recsys.stores.dynamic.hash_store import HashEmbeddingStore
 from lightning_recsys.stores.embedding_store import MappedEmbeddingStore
-from lightning_recsys.stores.mapped_arrays import read_meta
+from lightning_recsys.stores.folders.mapped_arrays import read_meta
 from lightning_recsys.stores.versions import tag_arrays
 
 

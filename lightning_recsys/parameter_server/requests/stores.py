@@ -9,14 +9,14 @@ from typing import Any
 from torch import Tensor, float32
 
 from lightning_recsys.errors import StoreReplacedError
+from lightning_recsys.parameter_server.messages.wire import Limits, Request
 from lightning_recsys.parameter_server.requests.checks import take_arguments, take_arrays, take_generation, take_plain
 from lightning_recsys.parameter_server.requests.operations import Operations, Push
 from lightning_recsys.parameter_server.requests.served import ServedDense, ServedDynamic, ServedEmbedding, open_served
-from lightning_recsys.parameter_server.wire import Limits, Request
 from lightning_recsys.stores.checks import check_rows
 from lightning_recsys.stores.dynamic.rows import DynamicRows
+from lightning_recsys.stores.folders.mapped_arrays import META, check_name
 from lightning_recsys.stores.mapped import MappedStores, check_same
-from lightning_recsys.stores.mapped_arrays import META, check_name
 from lightning_recsys.stores.plain import layout_from_plain, optimizer_from_plain, optional_from_plain
 from lightning_recsys.sync import StalenessNormalization
 

@@ -25,11 +25,11 @@ from lightning_recsys.launchers.folders import RunFolder
 from lightning_recsys.serving.dense import DensePart, export_apart
 from lightning_recsys.serving.encoders import encoder_of, warn_of_weights
 from lightning_recsys.serving.files import VersionFolder
-from lightning_recsys.serving.packing import RowFormat, check_row_format
 from lightning_recsys.serving.publishing.averages import Average, averaged_copy
 from lightning_recsys.serving.publishing.retention import check_counts
 from lightning_recsys.serving.publishing.snapshots import Backend, CopiedTables, backend_of, snapshot_of
 from lightning_recsys.serving.publishing.writer import Cut, Skeleton, VersionWriter, counts_of
+from lightning_recsys.serving.rows.packing import RowFormat, check_row_format
 
 DEFAULT_SECONDS = 60.0
 _AGREE_BATCHES = 16  # between two looks at rank 0's clock, where all processes publish together

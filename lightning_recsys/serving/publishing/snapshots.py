@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lightning_recsys.embeddings import EmbeddingBagCollection, EmbeddingBagConfig, RowDtype, TableBackend
 from lightning_recsys.serving.manifest import Drawing
-from lightning_recsys.serving.row_files import block_rows
+from lightning_recsys.serving.rows.files import block_rows
 from lightning_recsys.stores.backend import StoreBackend
 from lightning_recsys.stores.digests import DIGEST, digest_rows
 

@@ -30,12 +30,12 @@ from lightning_recsys.serving.digested_files import write_file
 from lightning_recsys.serving.encoders import RequestEncoder
 from lightning_recsys.serving.files import VersionFolder
 from lightning_recsys.serving.manifest import MANIFEST, Collection, FileEntry, Link, Manifest, TableRows, digest_of
-from lightning_recsys.serving.packing import RowFormat, num_words, pack_rows
 from lightning_recsys.serving.publishing.retention import Retention
 from lightning_recsys.serving.publishing.snapshots import Backend, Rows, TableSnapshot
 from lightning_recsys.serving.reader import DENSE, ENCODER, ENCODER_TENSORS, PROGRAM, open_rows
-from lightning_recsys.serving.row_files import RowWriter, block_rows, write_ids
-from lightning_recsys.serving.tables import PublishedRows
+from lightning_recsys.serving.rows.files import RowWriter, block_rows, write_ids
+from lightning_recsys.serving.rows.packing import RowFormat, num_words, pack_rows
+from lightning_recsys.serving.rows.tables import PublishedRows
 from lightning_recsys.stores.backend import StoreBackend
 
 log = logging.getLogger(f"pytorch_lightning.{__name__}")  # which has a handler in worker processes, too

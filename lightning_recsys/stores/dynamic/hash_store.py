@@ -22,7 +22,6 @@ from lightning_recsys.embeddings.int64_ids import NUM_IDS, as_int64, in_order
 from lightning_recsys.embeddings.kernels import TableLayout
 from lightning_recsys.embeddings.sparse_features import SparseFeatures
 from lightning_recsys.optim import RowOptimizer
-from lightning_recsys.stores import counters
 from lightning_recsys.stores.checks import check_rows
 from lightning_recsys.stores.digests import DIGEST, digest_rows
 from lightning_recsys.stores.dynamic.drawing import RowDrawing
@@ -30,8 +29,9 @@ from lightning_recsys.stores.dynamic.key_index import KeyIndex
 from lightning_recsys.stores.dynamic.rows import DynamicRows
 from lightning_recsys.stores.exchange import RowExchange, RowValues
 from lightning_recsys.stores.exchange_loops import add_rows, compare_clocks, move_clocks
+from lightning_recsys.stores.folders import counters
+from lightning_recsys.stores.folders.mapped_arrays import MappedArrays, Shapes
 from lightning_recsys.stores.interfaces import DynamicEmbeddingStore, Rows
-from lightning_recsys.stores.mapped_arrays import MappedArrays, Shapes
 from lightning_recsys.stores.plain import from_plain, rows_to_plain
 from lightning_recsys.stores.row_files import CLOCK, STEP, RowFiles, as_matrix, row_arrays, row_bytes
 from lightning_recsys.stores.versions import VERSION, check_versions

@@ -38,9 +38,9 @@ from lightning_recsys.strategies.common.refusals import (
     refuse_to_fit,
     without_defaults,
 )
-from lightning_recsys.strategies.common.run_changes import RunChanges
-from lightning_recsys.strategies.common.run_checkpoints import RunCheckpoints
-from lightning_recsys.strategies.common.run_servers import RunServers, check_servers
+from lightning_recsys.strategies.common.run.changes import RunChanges
+from lightning_recsys.strategies.common.run.checkpoints import RunCheckpoints
+from lightning_recsys.strategies.common.run.servers import RunServers, check_servers
 from lightning_recsys.strategies.common.schedules import (
     refuse_clocks,
     refuse_different_schedules,

@@ -24,8 +24,8 @@ from lightning_recsys.parameter_server.parts.remote_parts import RemoteParts
 from lightning_recsys.partition.fc_split import LayerSplit, split_layers
 from lightning_recsys.partition.parts import Part, PartitionedModel, split
 from lightning_recsys.partition.tracing import check_traceable, trace
+from lightning_recsys.placement.operator_plans.plan import OperatorPlan
 from lightning_recsys.placement.operators import server_name
-from lightning_recsys.placement.plan import OperatorPlan
 from lightning_recsys.strategies.common.workers.meeting import LOOPBACK
 from lightning_recsys.strategies.hierarchical.cut.comparison import hold_against_whole
 from lightning_recsys.strategies.hierarchical.cut.cut_layers import CutLayers

@@ -19,10 +19,10 @@ from lightning_recsys.partition.tracing import trace
 from lightning_recsys.placement.communication import Network
 from lightning_recsys.placement.machine_kinds import read_machines
 from lightning_recsys.placement.machines import Coding, GroupMachines, Processor
+from lightning_recsys.placement.operator_plans.file import read_plan, write_plan
+from lightning_recsys.placement.operator_plans.picture import draw_plan
+from lightning_recsys.placement.operator_plans.plan import OperatorPlan
 from lightning_recsys.placement.operators import OperatorGraph
-from lightning_recsys.placement.plan import OperatorPlan
-from lightning_recsys.placement.plan_file import read_plan, write_plan
-from lightning_recsys.placement.plan_picture import draw_plan
 from lightning_recsys.placement.step_time import StepTime, predict
 from lightning_recsys.placement.tagging import OperatorMethod, place_operators
 from lightning_recsys.strategies.common.settings import require_number, require_one_of

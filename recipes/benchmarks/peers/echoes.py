@@ -23,7 +23,7 @@ import pyarrow.flight as flight
 import zmq
 from benchmarks.peers.bare_link import receive
 
-from lightning_recsys.parameter_server.keys import JobKeys
+from lightning_recsys.parameter_server.access.keys import JobKeys
 
 Ask = Callable[[Sequence[memoryview], int], None]
 """Sends some arrays, and waits for an answer of so many bytes."""

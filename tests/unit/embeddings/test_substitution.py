@@ -15,7 +15,7 @@ from lightning_recsys.optim import RowAdagrad, RowAdam, RowFTRL, RowSGD, RowWise
 from lightning_recsys.placement import PlacementPlan, TablePart
 from lightning_recsys.stores import MappedStores
 from lightning_recsys.stores.backend import StoreBackend
-from lightning_recsys.strategies.common.run_changes import RunChanges
+from lightning_recsys.strategies.common.run.changes import RunChanges
 
 
 class Bound:

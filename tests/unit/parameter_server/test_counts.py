@@ -8,10 +8,10 @@ import torch
 from prometheus_client.core import CollectorRegistry
 
 from lightning_recsys.parameter_server.handler import RequestHandler, Unfinished
+from lightning_recsys.parameter_server.messages.wire import Request, encode_request
 from lightning_recsys.parameter_server.requests.operations import Operations
 from lightning_recsys.parameter_server.watched.counts import BUCKET_SECONDS, OperationCounts
 from lightning_recsys.parameter_server.watched.metrics import PREFIX, collect
-from lightning_recsys.parameter_server.wire import Request, encode_request
 
 
 class Slow:

@@ -8,7 +8,7 @@ import torch
 
 from lightning_recsys.parameter_server.connections import Peer
 from lightning_recsys.parameter_server.handler import RequestHandler
-from lightning_recsys.parameter_server.wire import Request, encode_request
+from lightning_recsys.parameter_server.messages.wire import Request, encode_request
 
 CLIENT, OTHER = b"c" * 16, b"o" * 16
 

@@ -11,7 +11,7 @@ import torch
 from lightning_recsys.parameter_server import journal as journal_module
 from lightning_recsys.parameter_server.journal import LEASE_SECONDS, Journal, Undo, read_nonce
 from lightning_recsys.stores.folders import locality
-from lightning_recsys.stores.mapped_arrays import MappedArrays
+from lightning_recsys.stores.folders.mapped_arrays import MappedArrays
 
 ALICE, BOB, CAROL = (bytes([letter]) * 16 for letter in b"abc")
 

@@ -7,7 +7,7 @@ import pytest
 import zmq
 
 from lightning_recsys.parameter_server import JobKeys
-from lightning_recsys.parameter_server.keys import TOKEN, Token, add_client, load_client_keys, remove_client
+from lightning_recsys.parameter_server.access.keys import TOKEN, Token, add_client, load_client_keys, remove_client
 
 
 def test_keys_when_generated_then_each_half_has_its_pair_and_knows_the_other():

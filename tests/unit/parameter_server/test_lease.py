@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 
 from lightning_recsys.errors import RequestRefusedError, ServerInUseError
-from lightning_recsys.parameter_server import lease as lease_module
-from lightning_recsys.parameter_server.lease import LEASE, LEASE_SECONDS, Lease, RunLease
-from lightning_recsys.strategies.common.run_identity import JOB, run_id, run_in_words
+from lightning_recsys.parameter_server.access import lease as lease_module
+from lightning_recsys.parameter_server.access.lease import LEASE, LEASE_SECONDS, Lease, RunLease
+from lightning_recsys.strategies.common.run.identity import JOB, run_id, run_in_words
 
 
 class Clock:
@@ -98,7 +98,7 @@ def test_run_id_when_torchrun_starts_ranks_again_then_stays_and_another_job_has_
     monkeypatch.setenv("MASTER_PORT", "29501")
     assert run_id(launched_by_others=True) != first
     monkeypatch.setenv("MASTER_PORT", "29500")
-    monkeypatch.setattr("lightning_recsys.strategies.common.run_identity.boot_id", lambda: "another machine's")
+    monkeypatch.setattr("lightning_recsys.strategies.common.run.identity.boot_id", lambda: "another machine's")
     assert run_id(launched_by_others=True) != first
 
 

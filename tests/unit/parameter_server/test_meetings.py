@@ -12,8 +12,8 @@ import torch.distributed as dist
 from lightning_recsys.errors import RequestRefusedError, WorkerLostError
 from lightning_recsys.parameter_server.handler import RequestHandler
 from lightning_recsys.parameter_server.meetings import MeetingPlace, Meetings, ShareDealer
+from lightning_recsys.parameter_server.messages.wire import Limits, Request, Status, decode_reply, encode_request
 from lightning_recsys.parameter_server.requests.kept import KeptBytes
-from lightning_recsys.parameter_server.wire import Limits, Request, Status, decode_reply, encode_request
 from lightning_recsys.strategies.common.workers.process_group import MeetingGroup, among_the_living
 from lightning_recsys.strategies.replicas.drivers import ForegroundHook
 from lightning_recsys.strategies.replicas.rounds import Rounds

@@ -12,6 +12,7 @@ from lightning_recsys.compression import Compression, Receiver, Sender
 from lightning_recsys.parameter_server.client import Connection
 from lightning_recsys.parameter_server.connections import Peer
 from lightning_recsys.parameter_server.handler import RequestHandler, Unfinished
+from lightning_recsys.parameter_server.messages.wire import Limits, Request, decode_reply, encode_request
 from lightning_recsys.parameter_server.parts.operator_wire import pack, unpack
 from lightning_recsys.parameter_server.parts.operators import (
     GRACE_SECONDS,
@@ -22,7 +23,6 @@ from lightning_recsys.parameter_server.parts.operators import (
 from lightning_recsys.parameter_server.parts.remote_parts import RemoteParts, TokenLostError
 from lightning_recsys.parameter_server.parts.trained_part import TrainedPart
 from lightning_recsys.parameter_server.server import Server
-from lightning_recsys.parameter_server.wire import Limits, Request, decode_reply, encode_request
 
 NET, OTHER = bytes(range(1, 17)), bytes(range(2, 18))
 X = torch.randn(6, 4, generator=torch.Generator().manual_seed(1))

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from lightning_recsys.parameter_server.own_files import check_own_folder, make_own_folder, open_own
+from lightning_recsys.parameter_server.access.own_files import check_own_folder, make_own_folder, open_own
 from lightning_recsys.parameter_server.server import Server, serve
 
 

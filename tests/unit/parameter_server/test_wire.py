@@ -6,7 +6,7 @@ import torch
 import zmq
 
 from lightning_recsys.compression.dtypes import DTYPES
-from lightning_recsys.parameter_server.wire import (
+from lightning_recsys.parameter_server.messages.wire import (
     VERSION,
     Limits,
     MessageError,

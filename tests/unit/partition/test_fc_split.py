@@ -15,8 +15,8 @@ from lightning_recsys.partition.split_choice import choose_splits
 from lightning_recsys.partition.tracing import trace
 from lightning_recsys.placement.communication import Network
 from lightning_recsys.placement.machines import GroupMachines, Processor
+from lightning_recsys.placement.operator_plans.plan import OperatorPlan
 from lightning_recsys.placement.operators import TRAINER, server_name
-from lightning_recsys.placement.plan import OperatorPlan
 from lightning_recsys.placement.tagging import place_operators
 
 BATCH = 16

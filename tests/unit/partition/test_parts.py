@@ -13,8 +13,8 @@ from traced_models import MODELS, make, step
 
 from lightning_recsys.partition.parts import Part, split
 from lightning_recsys.partition.tracing import trace
+from lightning_recsys.placement.operator_plans.plan import OperatorPlan
 from lightning_recsys.placement.operators import TRAINER, server_name
-from lightning_recsys.placement.plan import OperatorPlan
 
 
 def plan_of(traced, num_servers):

@@ -18,7 +18,7 @@ from lightning_recsys.optim import RowSGD
 from lightning_recsys.partition.parts import split
 from lightning_recsys.partition.tracer import kind_of
 from lightning_recsys.partition.tracing import trace
-from lightning_recsys.placement.plan import OperatorPlan
+from lightning_recsys.placement.operator_plans.plan import OperatorPlan
 
 
 @pytest.mark.parametrize("name", MODELS)

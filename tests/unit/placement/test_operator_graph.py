@@ -5,8 +5,8 @@ import re
 import pytest
 from operator_graphs import cheap, dlrm, graph_of, layer
 
+from lightning_recsys.placement.operator_plans.plan import OperatorPlan, levels
 from lightning_recsys.placement.operators import OperatorGraph, Value, server_index, server_name
-from lightning_recsys.placement.plan import OperatorPlan, levels
 
 
 def test_graph_then_edges_readers_and_made_values_follow_from_the_operators():

@@ -8,10 +8,10 @@ from operator_graphs import cheap, dlrm, graph_of, layer, lookup
 
 from lightning_recsys.placement.communication import Network
 from lightning_recsys.placement.machines import GroupMachines, Processor
+from lightning_recsys.placement.operator_plans.file import read_measured, read_plan, write_plan
+from lightning_recsys.placement.operator_plans.picture import _places, draw_plan
+from lightning_recsys.placement.operator_plans.plan import OperatorPlan
 from lightning_recsys.placement.operators import TRAINER
-from lightning_recsys.placement.plan import OperatorPlan
-from lightning_recsys.placement.plan_file import read_measured, read_plan, write_plan
-from lightning_recsys.placement.plan_picture import _places, draw_plan
 from lightning_recsys.placement.step_time import predict
 from lightning_recsys.placement.tagging import place_operators
 

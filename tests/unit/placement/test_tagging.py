@@ -16,8 +16,8 @@ from lightning_recsys.placement.communication import Network
 from lightning_recsys.placement.exact import solve
 from lightning_recsys.placement.loads import LoadModel
 from lightning_recsys.placement.machines import Coding, GroupMachines, Processor
+from lightning_recsys.placement.operator_plans.plan import levels
 from lightning_recsys.placement.operators import TRAINER
-from lightning_recsys.placement.plan import levels
 from lightning_recsys.placement.tagging import by_rules, components, place_operators, refine, score, tag
 
 # One byte a microsecond, no cost for anything but arithmetic and the link.

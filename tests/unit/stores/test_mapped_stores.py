@@ -18,9 +18,10 @@ from lightning_recsys.errors import StoreReplacedError
 from lightning_recsys.optim import RowAdagrad, RowAdam, RowFTRL, RowSGD, RowSWAP, RowWiseAdagrad
 from lightning_recsys.optim.row_optimizers import RowOptimizer
 from lightning_recsys.parameter_server.handler import RequestHandler
-from lightning_recsys.stores import MappedStores, mapped_arrays
+from lightning_recsys.stores import MappedStores
 from lightning_recsys.stores.dynamic.rows import DynamicRows
-from lightning_recsys.stores.mapped_arrays import MappedArrays
+from lightning_recsys.stores.folders import mapped_arrays
+from lightning_recsys.stores.folders.mapped_arrays import MappedArrays
 from lightning_recsys.stores.plain import layout_from_plain, layout_to_plain, optimizer_from_plain, optimizer_to_plain
 
 LAYOUT = TableLayout(

@@ -20,8 +20,8 @@ from lightning_recsys.optim import RowSGD
 from lightning_recsys.partition.fc_split import LayerSplit
 from lightning_recsys.partition.parts import split
 from lightning_recsys.partition.tracing import trace
+from lightning_recsys.placement.operator_plans.plan import OperatorPlan
 from lightning_recsys.placement.operators import TRAINER, server_name
-from lightning_recsys.placement.plan import OperatorPlan
 from lightning_recsys.strategies.hierarchical.bringing import Bringing, Brought
 from lightning_recsys.strategies.hierarchical.cut.comparison import hold_against_whole
 from lightning_recsys.strategies.hierarchical.cut.cut_layers import CutLayers

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lightning_recsys.parameter_server.wire import Limits, Request
+from lightning_recsys.parameter_server.messages.wire import Limits, Request
 from lightning_recsys.strategies.hierarchical import cli
 from lightning_recsys.strategies.hierarchical import run as net_run
 from lightning_recsys.strategies.hierarchical.draining import WANTED, GroupState

@@ -10,7 +10,7 @@ from torch import nn
 from lightning_recsys.partition.parts import split
 from lightning_recsys.partition.tracing import trace
 from lightning_recsys.placement.machines import Processor
-from lightning_recsys.placement.plan import OperatorPlan
+from lightning_recsys.placement.operator_plans.plan import OperatorPlan
 from lightning_recsys.strategies import HierarchicalStrategy
 from lightning_recsys.strategies.hierarchical.cut.eight_bit import EightBitLinear, compute_in_eight_bits, in_eight_bits
 

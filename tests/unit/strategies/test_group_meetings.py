@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch._C._distributed_c10d import TCPStore
 
-from lightning_recsys.parameter_server.wire import Limits, Request
+from lightning_recsys.parameter_server.messages.wire import Limits, Request
 from lightning_recsys.strategies.hierarchical import run as net_run
 from lightning_recsys.strategies.hierarchical.servers.group_parts import SyncOrder
 from lightning_recsys.strategies.hierarchical.servers.group_server import GroupRequests

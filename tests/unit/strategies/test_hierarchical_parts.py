@@ -15,12 +15,12 @@ from torch import nn
 
 from lightning_recsys.optim import swap
 from lightning_recsys.parameter_server.handler import RequestHandler, Unfinished
+from lightning_recsys.parameter_server.messages.wire import Limits, Request, decode_reply, encode_request
 from lightning_recsys.parameter_server.parts.remote_parts import TokenLostError
 from lightning_recsys.parameter_server.parts.trained_part import TrainedPart
-from lightning_recsys.parameter_server.wire import Limits, Request, decode_reply, encode_request
 from lightning_recsys.partition.parts import Part, split
 from lightning_recsys.partition.tracing import trace
-from lightning_recsys.placement.plan import OperatorPlan
+from lightning_recsys.placement.operator_plans.plan import OperatorPlan
 from lightning_recsys.strategies import HierarchicalStrategy
 from lightning_recsys.strategies.hierarchical.cut.remote_forward import CutForward, Net
 from lightning_recsys.strategies.hierarchical.cut.sample_call import forward_replaced

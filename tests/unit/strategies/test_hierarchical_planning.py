@@ -18,8 +18,8 @@ from lightning_recsys.partition.parts import split
 from lightning_recsys.partition.tracing import check_traceable, trace
 from lightning_recsys.placement.machine_kinds import MachineKind
 from lightning_recsys.placement.machines import Processor
-from lightning_recsys.placement.plan import OperatorPlan
-from lightning_recsys.placement.plan_file import read_plan
+from lightning_recsys.placement.operator_plans.file import read_plan
+from lightning_recsys.placement.operator_plans.plan import OperatorPlan
 from lightning_recsys.strategies import HierarchicalStrategy
 from lightning_recsys.strategies.hierarchical import OperatorPlacement
 from lightning_recsys.strategies.hierarchical.cut.cut_layers import CutLayers

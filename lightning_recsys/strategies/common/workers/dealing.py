@@ -12,7 +12,7 @@ from pytorch_lightning.callbacks import GradientAccumulationScheduler, ModelChec
 from lightning_recsys.data import BatchLoader
 from lightning_recsys.parameter_server.meetings import MeetingPlace, ShareDealer
 from lightning_recsys.strategies.common.look_ahead import unwrapped
-from lightning_recsys.strategies.common.run_changes import RunChanges
+from lightning_recsys.strategies.common.run.changes import RunChanges
 
 
 def deal_shares(

@@ -20,8 +20,8 @@ from torch.optim import Optimizer
 from typing_extensions import Buffer
 
 from lightning_recsys.compression import Compression
-from lightning_recsys.parameter_server.keys import ClientKeys
-from lightning_recsys.parameter_server.own_files import open_own
+from lightning_recsys.parameter_server.access.keys import ClientKeys
+from lightning_recsys.parameter_server.access.own_files import open_own
 from lightning_recsys.partition.parts import Part
 from lightning_recsys.stores.folders.room import free_bytes, no_room
 from lightning_recsys.strategies.replicas.replica import (

@@ -18,15 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_recsys.parameter_server.access.own_files import open_own
 from lightning_recsys.parameter_server.connections import Peer
-from lightning_recsys.parameter_server.own_files import open_own
+from lightning_recsys.parameter_server.messages.wire import Limits, Request
 from lightning_recsys.parameter_server.parts.operators import OperatorRequests
 from lightning_recsys.parameter_server.parts.trained_part import TrainedPart
 from lightning_recsys.parameter_server.parts.update_undo import UpdateUndo, changed_by, undo_bytes
 from lightning_recsys.parameter_server.requests.checks import take_arguments, take_plain
 from lightning_recsys.parameter_server.requests.operations import Operations
 from lightning_recsys.parameter_server.server import serve as serve_stores
-from lightning_recsys.parameter_server.wire import Limits, Request
 from lightning_recsys.stores.folders.room import reserve
 from lightning_recsys.strategies.hierarchical.draining import WANTED, GroupState
 from lightning_recsys.strategies.hierarchical.servers.group_parts import (

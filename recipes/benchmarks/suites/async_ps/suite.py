@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from benchmarks.harness.jobs import ran_in_turns
+from benchmarks.harness.jobs.job import ran_in_turns
 from benchmarks.harness.parts import Measured, measure_parts
 from benchmarks.harness.processes import python
 from benchmarks.harness.report import Result, Row

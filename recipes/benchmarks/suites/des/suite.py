@@ -11,8 +11,8 @@ from typing import Any, Literal
 import numpy as np
 from benchmarks.harness.bars import Bar
 from benchmarks.harness.choices import check_choices, check_numbers
-from benchmarks.harness.hosts import HEADERS, Host, NoLinkError, free_port, linked_hosts
-from benchmarks.harness.jobs import ran_in_turns
+from benchmarks.harness.jobs.hosts import HEADERS, Host, NoLinkError, free_port, linked_hosts
+from benchmarks.harness.jobs.job import ran_in_turns
 from benchmarks.harness.parts import Measured, measure_parts
 from benchmarks.harness.processes import python
 from benchmarks.harness.report import Columns, Result, Row

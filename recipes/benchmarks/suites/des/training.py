@@ -11,8 +11,8 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
-from benchmarks.harness.hosts import counted_by
-from benchmarks.harness.job_training import CountedSteps, make_strategy
+from benchmarks.harness.jobs.hosts import counted_by
+from benchmarks.harness.jobs.training import CountedSteps, make_strategy
 from benchmarks.harness.ours import TaskAlone
 from benchmarks.harness.trainer import quiet_trainer
 from benchmarks.suites.des.rows import ROWS, HeldRows, Rows
@@ -43,7 +43,7 @@ def train(
     """Train until told to stop.
 
     Args:
-        folder: As in :class:`~benchmarks.harness.job_training.StepTimes`.
+        folder: As in :class:`~benchmarks.harness.jobs.training.StepTimes`.
         asker: Id of the process that wants the training.
         model: One of ``MODELS``.
         data: One of ``des_data.ROWS``.

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.harness.bars import Bar
-from benchmarks.harness.hosts import NoLinkError
+from benchmarks.harness.jobs.hosts import NoLinkError
 from benchmarks.harness.parts import Measured
 from benchmarks.harness.report import Columns, Result, Row
 from benchmarks.suites.het.link import HET, HYBRID, PER_STEP, measure_variants

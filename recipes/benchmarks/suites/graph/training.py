@@ -39,7 +39,7 @@ def train(
     """Train until told to stop: a row for each node, by SGD as in the paper.
 
     Args:
-        folder: As in :class:`~benchmarks.harness.job_training.StepTimes`.
+        folder: As in :class:`~benchmarks.harness.jobs.training.StepTimes`.
         asker: Id of the process that wants the training.
         num_nodes: Of the graph.
         num_edges: Of the graph.

@@ -21,16 +21,16 @@ from typing import Any, TypeVar
 
 import numpy as np
 from benchmarks.harness.bars import Bar
-from benchmarks.harness.hosts import HEADERS, Host, NoLinkError, free_port, limit_rate, linked_hosts
-from benchmarks.harness.job_training import TRAFFIC
-from benchmarks.harness.jobs import Job, run_in_turns
+from benchmarks.harness.jobs.hosts import HEADERS, Host, NoLinkError, free_port, limit_rate, linked_hosts
+from benchmarks.harness.jobs.job import Job, run_in_turns
+from benchmarks.harness.jobs.training import TRAFFIC
 from benchmarks.harness.parts import Measured
 from benchmarks.harness.processes import python
 from benchmarks.harness.report import Columns, Result, Row
 from benchmarks.harness.turns import Measurement
 
 from lightning_recsys.launchers.sidecars import SHARED_MEMORY
-from lightning_recsys.parameter_server.keys import JobKeys
+from lightning_recsys.parameter_server.access.keys import JobKeys
 
 TRAINING = "benchmarks.suites.het.training"
 PER_STEP = ("", "steps", "MB a step on the interface", "MB a step told")

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 
 from benchmarks.harness.bars import Bar
 from benchmarks.harness.choices import check_choices
-from benchmarks.harness.jobs import ran_in_turns
+from benchmarks.harness.jobs.job import ran_in_turns
 from benchmarks.harness.ours import MODELS
 from benchmarks.harness.parts import Measured, measure_parts
 from benchmarks.harness.processes import python

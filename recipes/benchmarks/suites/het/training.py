@@ -11,8 +11,8 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
-from benchmarks.harness.hosts import counted_by
-from benchmarks.harness.job_training import Batches, CountedSteps, StepTimes
+from benchmarks.harness.jobs.hosts import counted_by
+from benchmarks.harness.jobs.training import Batches, CountedSteps, StepTimes
 from benchmarks.harness.ours import MODELS, TaskAlone
 from benchmarks.harness.trainer import quiet_trainer
 from benchmarks.harness.workload import Workload

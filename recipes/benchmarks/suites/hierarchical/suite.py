@@ -18,8 +18,8 @@ from typing import Any, Literal, get_args
 
 from benchmarks.harness.bars import Bar
 from benchmarks.harness.choices import check_choices, check_numbers
-from benchmarks.harness.hosts import Host, NoLinkError, limit_rate, linked_hosts
-from benchmarks.harness.jobs import Job, run_in_turns
+from benchmarks.harness.jobs.hosts import Host, NoLinkError, limit_rate, linked_hosts
+from benchmarks.harness.jobs.job import Job, run_in_turns
 from benchmarks.harness.ours import MODELS
 from benchmarks.harness.parts import Measured, measure_parts
 from benchmarks.harness.processes import python
@@ -37,9 +37,9 @@ from lightning_recsys.partition.timing import time_operators
 from lightning_recsys.partition.tracing import trace
 from lightning_recsys.placement.communication import Network
 from lightning_recsys.placement.machines import GroupMachines
+from lightning_recsys.placement.operator_plans.file import read_measured, write_plan
+from lightning_recsys.placement.operator_plans.plan import OperatorPlan
 from lightning_recsys.placement.operators import OperatorGraph
-from lightning_recsys.placement.plan import OperatorPlan
-from lightning_recsys.placement.plan_file import read_measured, write_plan
 from lightning_recsys.placement.step_time import predict
 from lightning_recsys.placement.tagging import OperatorMethod, place_operators
 from lightning_recsys.strategies.hierarchical.groups import Groups

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
-from benchmarks.harness.job_training import Batches, StepTimes
+from benchmarks.harness.jobs.training import Batches, StepTimes
 from benchmarks.harness.ours import MODELS, TaskAlone
 from benchmarks.harness.trainer import quiet_trainer
 from benchmarks.harness.workload import Workload

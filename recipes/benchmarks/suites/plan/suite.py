@@ -21,8 +21,8 @@ from typing import Any, Literal
 
 from benchmarks.harness.bars import Bar
 from benchmarks.harness.choices import check_choices
-from benchmarks.harness.hosts import Host, NoLinkError
-from benchmarks.harness.jobs import Job
+from benchmarks.harness.jobs.hosts import Host, NoLinkError
+from benchmarks.harness.jobs.job import Job
 from benchmarks.harness.ours import MODELS
 from benchmarks.harness.parts import Measured, measure_parts
 from benchmarks.harness.processes import python

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytorch_lightning as pl
 import torch
-from benchmarks.harness.job_training import StepTimes
+from benchmarks.harness.jobs.training import StepTimes
 from benchmarks.harness.ours import MODELS, TaskAlone
 from benchmarks.harness.trainer import quiet_trainer
 from benchmarks.harness.workload import Workload
@@ -89,7 +89,7 @@ def train(
     """Train until told to stop.
 
     Args:
-        folder: As in :class:`~benchmarks.harness.job_training.StepTimes`.
+        folder: As in :class:`~benchmarks.harness.jobs.training.StepTimes`.
         asker: Id of the process that wants the training.
         model: One of ``benchmarks.harness.ours.MODELS``, or :data:`GRAPH`.
         batch_size: Examples of a worker's step, or of all workers' where they share it.

@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
-from benchmarks.harness.hosts import free_port
+from benchmarks.harness.jobs.hosts import free_port
 from benchmarks.harness.ours import make_task
 from benchmarks.harness.parts import Measured
 from benchmarks.harness.processes import RECIPES, environment, python

@@ -14,8 +14,8 @@ from itertools import cycle
 from pathlib import Path
 
 import torch
-from benchmarks.harness.hosts import counted_by
-from benchmarks.harness.job_training import TRAFFIC
+from benchmarks.harness.jobs.hosts import counted_by
+from benchmarks.harness.jobs.training import TRAFFIC
 from benchmarks.harness.workload import Workload
 from benchmarks.peers import bare_link, torch_rpc
 from benchmarks.suites.het.cache import CACHED, worker_at

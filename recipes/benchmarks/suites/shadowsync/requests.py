@@ -16,8 +16,8 @@ from typing import Any
 
 from benchmarks.harness.bars import Bar
 from benchmarks.harness.choices import check_choices
-from benchmarks.harness.hosts import Host, NoLinkError, free_port, linked_hosts
-from benchmarks.harness.jobs import Job
+from benchmarks.harness.jobs.hosts import Host, NoLinkError, free_port, linked_hosts
+from benchmarks.harness.jobs.job import Job
 from benchmarks.harness.parts import Measured
 from benchmarks.harness.processes import python
 from benchmarks.harness.report import Columns, Result, Row

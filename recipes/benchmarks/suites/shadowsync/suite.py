@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from benchmarks.harness.bars import Bar
-from benchmarks.harness.hosts import NoLinkError, free_port, linked_hosts
-from benchmarks.harness.jobs import ran_in_turns
+from benchmarks.harness.jobs.hosts import NoLinkError, free_port, linked_hosts
+from benchmarks.harness.jobs.job import ran_in_turns
 from benchmarks.harness.parts import Measured, measure_parts
 from benchmarks.harness.processes import python
 from benchmarks.harness.report import Columns, Result, Row

@@ -13,7 +13,7 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 import torch.nn.functional as F
-from benchmarks.harness.job_training import Batches
+from benchmarks.harness.jobs.training import Batches
 from benchmarks.harness.ours import Ours, TaskAlone, make_task
 from benchmarks.harness.report import Columns, Result
 from benchmarks.harness.trainer import StepsToTurn, quiet_trainer

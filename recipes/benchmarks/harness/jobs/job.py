@@ -32,7 +32,7 @@ class Job:
 
     Args:
         name: For errors.
-        launchers: What to put before ``-m benchmarks.harness.job_training``, for each process to start.
+        launchers: What to put before ``-m benchmarks.harness.jobs.training``, for each process to start.
         training: The module whose ``train`` the processes call.
         settings: What that takes, for each process to start.
         folder: An empty folder of the job's own.
@@ -63,7 +63,7 @@ class Job:
         self.telemetry: dict[int, dict[str, float]] = {}
         told = {"folder": str(folder), "asker": os.getpid()}
         self._commands = [
-            [*launcher, "-m", "benchmarks.harness.job_training", training, json.dumps({**told, **own})]
+            [*launcher, "-m", "benchmarks.harness.jobs.training", training, json.dumps({**told, **own})]
             for launcher, own in zip(launchers, settings, strict=True)
         ]
         self._environments = [dict(x) for x in environment] * (len(self._commands) // len(environment))

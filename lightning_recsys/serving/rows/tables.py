@@ -16,10 +16,10 @@ from lightning_recsys.compiled.hash_table import copy_into, make_table
 from lightning_recsys.embeddings import Backend, SparseFeatures, Ticket
 from lightning_recsys.embeddings.int64_ids import as_int64s
 from lightning_recsys.embeddings.kernels import TableLayout
-from lightning_recsys.serving.lookups import GONE, MISSING, find_places, index_rows, sum_bags_for
 from lightning_recsys.serving.manifest import Collection
-from lightning_recsys.serving.packing import RowFormat, num_words, pack_rows, sum_packed_for
-from lightning_recsys.serving.row_files import Floats, Integers, RowFile, block_rows
+from lightning_recsys.serving.rows.files import Floats, Integers, RowFile, block_rows
+from lightning_recsys.serving.rows.lookups import GONE, MISSING, find_places, index_rows, sum_bags_for
+from lightning_recsys.serving.rows.packing import RowFormat, num_words, pack_rows, sum_packed_for
 from lightning_recsys.stores.checks import check_rows
 from lightning_recsys.stores.dynamic.drawing import RowDrawing
 

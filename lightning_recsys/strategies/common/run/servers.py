@@ -21,9 +21,9 @@ from lightning_recsys.strategies.common.settings import require_whole
 if TYPE_CHECKING:  # importing strategies is quick; stores and their kernels come with the first use
     import pytorch_lightning as pl
 
+    from lightning_recsys.parameter_server.access.keys import ClientKeys
+    from lightning_recsys.parameter_server.access.lease import RunLease
     from lightning_recsys.parameter_server.connect import Transport
-    from lightning_recsys.parameter_server.keys import ClientKeys
-    from lightning_recsys.parameter_server.lease import RunLease
     from lightning_recsys.parameter_server.meetings import MeetingPlace
     from lightning_recsys.stores.interfaces import Stores
     from lightning_recsys.strategies.common.base import RecsysStrategy
@@ -190,9 +190,9 @@ class RunServers:
         strategy = self._strategy
         if strategy.servers is None or not strategy.is_global_zero or self._lease is not None:
             return
+        from lightning_recsys.parameter_server.access.lease import RunLease
         from lightning_recsys.parameter_server.connect import client_keys
-        from lightning_recsys.parameter_server.lease import RunLease
-        from lightning_recsys.strategies.common.run_identity import run_id, run_in_words
+        from lightning_recsys.strategies.common.run.identity import run_id, run_in_words
 
         environment = strategy.cluster_environment
         job = environment.job if isinstance(environment, EngineEnvironment) else None

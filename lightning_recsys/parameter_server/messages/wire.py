@@ -23,7 +23,7 @@ import zmq
 from torch import Tensor
 
 from lightning_recsys.compression.dtypes import CODES, DTYPES
-from lightning_recsys.stores.mapped_arrays import check_name
+from lightning_recsys.stores.folders.mapped_arrays import check_name
 
 VERSION = 11  # raised with every change of a message
 CLIENT_ID_BYTES = 16

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from pathlib import Path
 
+from lightning_recsys.placement.operator_plans.plan import OperatorPlan, levels
 from lightning_recsys.placement.operators import TRAINER, OperatorGraph, server_name
-from lightning_recsys.placement.plan import OperatorPlan, levels
 
 _COLOURS = ("#dfe7f2", "#fbe3c8", "#d7ecd5", "#f0d5e3", "#e5e0f3", "#f6f0c4")
 

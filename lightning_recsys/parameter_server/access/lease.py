@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning_recsys.errors import RequestRefusedError, ServerInUseError, ServerUnreachableError
+from lightning_recsys.parameter_server.access.keys import ClientKeys, Token
 from lightning_recsys.parameter_server.client import Connection
-from lightning_recsys.parameter_server.keys import ClientKeys, Token
 
 LEASE = ".lease"  # a name that no store can have
 LEASE_SECONDS = 20.0  # after which a run that was not heard of is taken for dead

@@ -1,6 +1,6 @@
-"""What processes of a :class:`benchmarks.harness.jobs.Job` share, whatever they train: start, step times, batches.
+"""What processes of a :class:`benchmarks.harness.jobs.job.Job` share, whatever they train: start, step times, batches.
 
-Each is ``python -m benchmarks.harness.job_training MODULE '{"folder": ..., ...}'``.
+Each is ``python -m benchmarks.harness.jobs.training MODULE '{"folder": ..., ...}'``.
 """
 
 from __future__ import annotations

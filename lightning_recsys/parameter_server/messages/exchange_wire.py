@@ -19,8 +19,8 @@ from torch import Tensor
 
 from lightning_recsys.compression import Codec, make_codec
 from lightning_recsys.embeddings.kernels import TableLayout
+from lightning_recsys.parameter_server.messages.wire import Limits, Request
 from lightning_recsys.parameter_server.requests.checks import take_arguments, take_array
-from lightning_recsys.parameter_server.wire import Limits, Request
 from lightning_recsys.stores.exchange import RowExchange, RowValues, row_dtype
 
 RowShapes = Mapping[str, tuple[int, ...]]

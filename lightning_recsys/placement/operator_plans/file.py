@@ -8,8 +8,8 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
+from lightning_recsys.placement.operator_plans.plan import OperatorPlan
 from lightning_recsys.placement.operators import TRAINER, Operator, OperatorGraph, server_index, server_name
-from lightning_recsys.placement.plan import OperatorPlan
 
 _HEAD = """\
 # Which device of a group computes which operator. Move names between the lists as you like: operators with weights have

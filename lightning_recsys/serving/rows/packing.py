@@ -70,8 +70,9 @@ def pack_rows(rows_UD: Tensor, row_format: RowFormat) -> Tensor:
 
 @cache
 def sum_packed_for(row_format: RowFormat) -> Callable[..., None]:
-    """Weighted sums of packed rows; its arguments are those of :func:`~lightning_recsys.serving.lookups.sum_bags_for`.
+    """Weighted sums of packed rows.
 
+    Its arguments are those of :func:`~lightning_recsys.serving.rows.lookups.sum_bags_for`.
     Places are counted in words. The anchor is seen as numbers of 1 and 2 bytes as well, from the same address on.
     """
     is_bf16 = row_format == "bf16"

@@ -1,0 +1,1 @@
+"""Who may use a server: keys and tokens, files that are this user's alone, one run at a time."""

@@ -1,0 +1,1 @@
+"""The messages between clients and servers, and the sockets that they travel by."""

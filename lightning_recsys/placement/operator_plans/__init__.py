@@ -1,0 +1,1 @@
+"""Plans of operators: to make, to write down and read, to draw."""

@@ -1,0 +1,1 @@
+"""The rows of a version: files, packed forms, and sums over them."""
