@@ -149,6 +149,35 @@ def recipe(folder):
     )
 
 
+class Dying(pl.Callback):
+    """The process of one job dies at its first step, once."""
+
+    def __init__(self, mark, job):
+        self.mark, self.dies = Path(mark), job == 1
+
+    def on_train_start(self, trainer, pl_module):
+        if self.dies and not self.mark.exists():
+            self.mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def sweep(folder):
+    """Two jobs that are alike and one that cannot be trained, as tasks of the cluster; its status and output."""
+    mark, job = folder / "sweep-died", "${hydra:job.num}"
+    done = subprocess.run(
+        [
+            *(sys.executable, RECIPES / "train.py", "-m", "strategy=single", "model=lr", "trainer=cpu", "logger=none"),
+            *("data.train_rows=1024", "data.val_rows=64", "data.test_rows=64", "data.batch_size=64,64,0"),
+            *("hydra/launcher=ray", "hydra.launcher.address=auto", "hydra.launcher.max_retries=1"),
+            *(f"+callbacks.dies={{_target_: ray_script.Dying, mark: {mark}, job: '{job}'}}",),
+            f"hydra.sweep.dir={folder / 'sweep'}",
+        ],
+        capture_output=True,
+        text=True,
+    )
+    return {"status": done.returncode, "output": done.stdout + done.stderr, "died": mark.exists()}
+
+
 def main(folder):
     context = ray.init(
         num_cpus=6,
@@ -170,9 +199,10 @@ def main(folder):
         "server_pid": pid,
     }
     recipes.wait()
+    swept = sweep(folder)
     (folder / "data").mkdir()
     from_data = ray_data_runs.main(folder / "data")
-    (folder / "results.json").write_text(json.dumps({"het": het, "data": from_data}))
+    (folder / "results.json").write_text(json.dumps({"het": het, "data": from_data, "sweep": swept}))
     ray.shutdown()
 
 

@@ -36,14 +36,14 @@ def runs(folder):
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
     results = json.loads((folder / "results.json").read_text())
-    from_data = results.pop("data")
+    from_data, swept = results.pop("data"), results.pop("sweep")
     results["recipe"] = json.loads((folder / "output" / "metrics.json").read_text())
     for name, result in results.items():
         lines = [(folder / name / f"rank-{rank}.jsonl").read_text().splitlines() for rank in (0, 1)]
         result["ranks"] = [[json.loads(line) for line in rank] for rank in lines]
     results["output"] = (folder / "recipe.log").read_text()
     from_data["seen"] = {path.stem: _seen(path) for path in (folder / "data").glob("*.jsonl")}
-    results["data"] = from_data
+    results |= {"data": from_data, "sweep": swept}
     results["folder"], results["new"] = folder, set(SHARED_MEMORY.iterdir()) - before
     return results
 
@@ -156,6 +156,21 @@ def test_ray_data_when_rows_cannot_be_encoded_then_errors_say_why_or_bad_rows_ar
     assert "schema.split" in said["split"]
     assert said["skipped"]["train"] == {"rows": 1003, "used": 1002, "skipped": 1, "comments": 0}
     assert {"shop", "tags"} <= set(said["guessed"])
+
+
+def test_sweep_when_its_jobs_are_tasks_then_one_whose_process_died_equals_its_twin_and_one_that_fails_is_told(runs):
+    assert runs["sweep"]["died"]
+    assert runs["sweep"]["status"] == 1
+    assert "1 of 3 jobs failed" in runs["sweep"]["output"]
+    records = [json.loads(path.read_text()) for path in (runs["folder"] / "sweep").glob("*/metrics.json")]
+    undisturbed, died, wrong = sorted(records, key=lambda record: record["job"])
+    assert wrong["error"] == "ValueError: data.batch_size must be at least 1, got 0."
+    for record in (undisturbed, died):
+        assert (record["status"], record["steps"]) == ("completed", 16)
+        for name in [name for name in record["metrics"] if name.startswith("eps")]:
+            del record["metrics"][name]
+    assert 0 < undisturbed["metrics"]["test/logloss"] < 5
+    assert undisturbed["metrics"] == died["metrics"]
 
 
 def test_cluster_when_it_has_ended_then_nothing_is_left(runs):
