@@ -68,11 +68,12 @@ def serve_in_processes(
         OSError: as :func:`~lightning_recsys.parameter_server.server.serve` does.
     """
     binds = _binds(bind, processes)
-    check_bind(bind, None if keys is None else KeyFile(keys))
+    key_file = None if keys is None else KeyFile(keys)
+    check_bind(bind, key_file)
     make_own_folder(folder)
     check_own_folder(folder)
     _check_number(folder, processes)
-    token = Token.of_folder(folder) if keys is None else None
+    let_in = key_file or Token.of_folder(folder)  # one that is started again needs no file that may be gone by then
 
     def run(number: int, say: Connection) -> None:
         for given, handler in zip(_SIGNALS, (signal.SIG_DFL, signal.SIG_IGN), strict=True):
@@ -83,7 +84,7 @@ def serve_in_processes(
             serve(
                 folder / str(number),
                 bind=binds[number],
-                keys=token or KeyFile(keys or folder),
+                keys=let_in,
                 ready=lambda endpoint: say.send(("ready", endpoint)),
                 monitored=lambda url: say.send(("monitored", url)),
                 metrics_port=metrics_port and metrics_port + number,  # 0: each has a free one
