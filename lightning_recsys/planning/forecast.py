@@ -351,14 +351,18 @@ def _demand(method: Method, costs: Mapping[int, StepCost], layout: Layout, alone
         rows *= 2 * (workers - 1) / workers
     else:  # every worker's gradients of rows go to all
         rows *= workers - 1
-    compute = cost.worker_seconds
+    # Rows are striped: each further server gets requests of its own, with fewer rows in each.
+    further = max(0, (layout.num_trainers if method.grouped else layout.num_processes) - 1) * cost.row_requests
+    if method.grouped:
+        further += (layout.per_server - 1) * (cost.requests - cost.row_requests)
+    compute = cost.worker_seconds + further * cost.request_worker_seconds
     if method.shares_batch and alone is not None and workers > 1:
         # With n workers each computes the same beside an n-th of what is cut: two points of that line are known.
         cut = max(0.0, 2 * (alone.worker_seconds - compute))
         compute += cut * (1 / workers - 1 / 2)
     return _Demand(
         compute,
-        cost.server_seconds,
+        cost.server_seconds + further * cost.request_server_seconds,
         cost.sent_bytes,
         cost.received_bytes,
         dense if averages or method.shares_batch else 0.0,

@@ -40,11 +40,10 @@ log = logging.getLogger(__name__)
 
 _TCP_INFO_BYTES, _ACKED_AT = 232, 120  # of tcp_info in linux/tcp.h, and where its tcpi_bytes_acked begins (Linux 4.1)
 _BUSY = """
-import os, numpy
+import os, sys, numpy
 a = numpy.random.rand(256, 256).astype("f"); rows = numpy.random.rand(1 << 20, 16).astype("f")
 places = numpy.random.randint(0, 1 << 20, 20_000)
-parent = os.getppid()
-while os.getppid() == parent:
+while os.getppid() == int(sys.argv[1]):
     for _ in range(50):
         a @ a
         rows[places].sum(0)
@@ -68,7 +67,11 @@ class StepCost:
         peer_bytes: Bytes that it sent to other workers; as many came from them.
         gathered: Share of ``peer_bytes`` that an all-gather of partial results sent.
         group_bytes: Of the bytes that it sent to servers, those to its own group's; about as many came back.
-        requests: Answers of servers that a worker waits for, one after the other.
+        requests: Answers of servers that a worker waits for, one after the other where there is one server of a kind.
+        row_requests: Of these, those of a server of rows, or of the dense part beside them.
+        request_worker_seconds: Processor time of a worker for a request, whatever its size: a further server of rows
+            adds it ``row_requests`` times.
+        request_server_seconds: That of a server.
         worker_bytes: Resident memory of a worker's process.
         server_bytes: Resident memory of all servers.
         empty_server_bytes: That of a server without anything; 0 where it was not measured.
@@ -87,6 +90,9 @@ class StepCost:
     gathered: float
     group_bytes: float
     requests: float
+    row_requests: float
+    request_worker_seconds: float
+    request_server_seconds: float
     worker_bytes: float
     server_bytes: float
     empty_server_bytes: float = 0.0
@@ -103,7 +109,7 @@ def measure_step(
     make_strategy: Callable[..., Any],
     *,
     workers: int,
-    served: bool = False,
+    servers: int = 0,
     warm_seconds: float = 2.0,
     seconds: float = 4.0,
 ) -> StepCost:
@@ -112,9 +118,9 @@ def measure_step(
     Args:
         task: What is trained; it stays as it is.
         datamodule: Its data, prepared and set up, with the ``batch_size`` of a worker's step.
-        make_strategy: Makes the strategy; where it is ``served``, of ``servers``, ``key_file`` and ``transport``.
+        make_strategy: Makes the strategy; where ``servers`` are started, of ``servers``, ``key_file``, ``transport``.
         workers: Processes that train.
-        served: Whether a server is started for it, as on another machine.
+        servers: Servers that are started for it, as on other machines.
         warm_seconds: Seconds of training that are not counted.
         seconds: Seconds of training that are.
 
@@ -126,13 +132,13 @@ def measure_step(
         raise RuntimeError("steps are measured on Linux alone, whose /proc tells processor time and memory.")
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lightning-recsys-plan-")))
-        empty, given = stack.enter_context(_server(folder)) if served else (0, {})
-        free = (os.cpu_count() or 1) - workers - served
+        empty, given = stack.enter_context(_servers(folder, servers)) if servers else (0, {})
+        free = (os.cpu_count() or 1) - workers - servers
         others = stack.enter_context(_busy_neighbours(max(0, free)))
         meter = _Meter(folder, root=os.getpid(), others=others, warm_seconds=warm_seconds, seconds=seconds)
         stack.enter_context(_quietly())
         strategy = make_strategy(**given)
-        if isinstance(strategy, ServedStrategy) and not served:
+        if isinstance(strategy, ServedStrategy) and not servers:
             strategy.run_servers, strategy.key_file = _ServersAsElsewhere(strategy), folder / "keys"
         trainer = pl.Trainer(
             accelerator="cpu",
@@ -148,7 +154,7 @@ def measure_step(
             enable_model_summary=False,
         )
         trainer.fit(copy.deepcopy(task), datamodule=copy.deepcopy(datamodule))
-        return replace(_cost_from(folder, workers, over_tcp=served, crowded=free < 0), empty_server_bytes=empty)
+        return replace(_cost_from(folder, workers, over_tcp=servers > 0, crowded=free < 0), empty_server_bytes=empty)
 
 
 class _ServersAsElsewhere(RunServers):
@@ -226,6 +232,7 @@ class _Meter(pl.Callback):
             "group": _group_bytes(trainer.strategy),
             "peers": over_tcp if trainer.world_size > 1 else 0,
             "requests": sum(value for name, value in telemetry.items() if name.startswith("load/")),
+            "group_requests": sum(value for name, value in telemetry.items() if name.startswith(f"load/{GROUP}")),
             "processes": {
                 pid: (processor_seconds(pid), resident_bytes(pid))
                 for pid in self._family()
@@ -276,6 +283,9 @@ def _cost_from(folder: Path, workers: int, *, over_tcp: bool, crowded: bool) -> 
         peer_bytes=max(0.0, a_step("peers") - over_tcp * a_step("sent")),
         group_bytes=a_step("group"),
         requests=a_step("requests"),
+        row_requests=a_step("requests") - a_step("group_requests"),
+        request_worker_seconds=0.0,
+        request_server_seconds=0.0,
         ahead=min(1.0, a_step("ahead") / max(1.0, a_step("sent") + a_step("received"))),
         worker_bytes=mean(resident),
         server_bytes=sum(root["last"]["processes"][pid][1] for pid in servers),
@@ -283,24 +293,26 @@ def _cost_from(folder: Path, workers: int, *, over_tcp: bool, crowded: bool) -> 
 
 
 @contextmanager
-def _server(folder: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """A server with keys on the loopback interface: its memory, and what a strategy is given to find it.
+def _servers(folder: Path, number: int) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Servers with keys on the loopback interface: the memory of one, and what a strategy is given to find them.
 
-    It ends with this process, however that ends.
+    They end with this process, however that ends.
     """
     keys, path = JobKeys.generate(), folder / "keys"
     keys.save(path)
-    with Sidecars([ServerSpec("measured", 0)], address="127.0.0.1", keys=keys.server) as servers:
-        (endpoint,) = servers.endpoints["measured"]
-        empty = sum(map(resident_bytes, servers.pids))
-        yield empty, {"servers": [endpoint], "key_file": str(path), "transport": "tcp"}
+    specs = [ServerSpec("measured", index) for index in range(number)]
+    with Sidecars(specs, address="127.0.0.1", keys=keys.server) as servers:
+        empty = sum(map(resident_bytes, servers.pids)) // number
+        endpoints = list(servers.endpoints["measured"])
+        yield empty, {"servers": endpoints, "key_file": str(path), "transport": "tcp"}
 
 
 @contextmanager
 def _busy_neighbours(number: int) -> Iterator[list[int]]:
     """So many processes that compute and read memory; their ids."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    busy = [subprocess.Popen([sys.executable, "-c", _BUSY], env=environment) for _ in range(number)]  # noqa: S603
+    command = [sys.executable, "-c", _BUSY, str(os.getpid())]
+    busy = [subprocess.Popen(command, env=environment) for _ in range(number)]  # noqa: S603 - our own
     try:
         yield [each.pid for each in busy]
     finally:

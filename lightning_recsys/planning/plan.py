@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -21,6 +21,8 @@ Metric = Literal["eps", "cost"]
 Costs = Mapping[str, Mapping[int, StepCost]]
 
 log = logging.getLogger(__name__)
+
+_SEVERAL = 4  # servers, beside one, by which the cost of a request is told from that of its rows
 
 
 @dataclass(frozen=True)
@@ -184,24 +186,47 @@ def measure(
         raise ValueError(f"there is no strategy {', '.join(unknown)}; there are {', '.join(METHODS)}.")
     costs: dict[str, dict[int, StepCost]] = {}
     refusals: dict[str, str] = {}
+
+    def measured(method: Method, workers: int, servers: int = 1) -> StepCost:
+        tell(f"{method.name}, {workers} worker{'s' * (workers > 1)}" + f", {servers} servers" * (servers > 1))
+        more = {"num_embedding_servers": servers} if method.grouped else {}
+        return measure_step(
+            *(task, datamodule, lambda **given: method.make(workers, **more, **given)),
+            workers=workers,
+            servers=servers if method.served else 0,
+            warm_seconds=method.warm_seconds,
+            seconds=seconds,
+        )
+
     for method in (METHODS[name] for name in methods):
         for workers in method.measured:
-            tell(f"{method.name}, {workers} worker{'s' * (workers > 1)}")
             try:
-                made = measure_step(
-                    *(task, datamodule, lambda *, chosen=method, n=workers, **given: chosen.make(n, **given)),
-                    workers=workers,
-                    served=method.served,
-                    warm_seconds=method.warm_seconds,
-                    seconds=seconds,
-                )
+                made = measured(method, workers)
             except Exception as error:  # whatever it refuses this model with is a row of the table
                 refusals[method.name] = " ".join(str(error).split("\n\n")[0].split()) or type(error).__name__
                 costs.pop(method.name, None)
                 log.debug("%s cannot be measured.", method.name, exc_info=True)
                 break
             costs.setdefault(method.name, {})[workers] = made
+    asking = [METHODS[name] for name in costs if METHODS[name].has_servers]
+    if asking:  # that which is soonest at its usual pace stands for all, as their requests take the same way
+        soonest = min(asking, key=lambda method: method.warm_seconds)
+        several = measured(soonest, 1, _SEVERAL)
+        costs = {name: _with_requests(by, costs[soonest.name][1], several) for name, by in costs.items()}
     return Measured(costs, refusals, float32_gflops())
+
+
+def _with_requests(costs: Mapping[int, StepCost], one: StepCost, several: StepCost) -> dict[int, StepCost]:
+    """The costs, with those of a request: what a step takes longer with several servers than with one.
+
+    Its rows are as many, and so are their bytes; there are more requests.
+    """
+    further = several.row_requests - one.row_requests
+    worker, server = (
+        max(0.0, getattr(several, name) - getattr(one, name)) / further if further > 0 else 0.0
+        for name in ("worker_seconds", "server_seconds")
+    )
+    return {n: replace(cost, request_worker_seconds=worker, request_server_seconds=server) for n, cost in costs.items()}
 
 
 def plan(task: pl.LightningModule, datamodule: pl.LightningDataModule, machines: Machines, **narrowed: Any) -> Plan:

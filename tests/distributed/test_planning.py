@@ -53,10 +53,13 @@ def test_steps_when_measured_then_bytes_are_those_of_closed_forms_and_nothing_st
     assert pooled + 64 * 2 * 4 <= free.sent_bytes < 3 * pooled + 4096
     assert free.server_seconds > 0
     assert free.server_bytes >= free.empty_server_bytes > 0
-    assert free.requests >= 2
+    assert free.requests == free.row_requests >= 2
+    assert free.request_server_seconds + free.request_worker_seconds > 0  # by four servers in place of one
     group = measured.costs["hierarchical"][1]
     assert group.server_seconds > 0
     assert 0 < group.group_bytes < group.sent_bytes
+    assert 0 < group.row_requests < group.requests
+    assert group.request_worker_seconds == free.request_worker_seconds
     # Its servers listened as for another machine, and its worker had their keys.
     assert listened == [("127.0.0.1", True)]
     assert all(torch.equal(value, task.state_dict()[name]) for name, value in before.items())

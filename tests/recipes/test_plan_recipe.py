@@ -1,5 +1,6 @@
 """Plans from the command line: measured once, kept, and compared again for other machines."""
 
+import dataclasses
 import json
 import re
 
@@ -46,8 +47,8 @@ def test_lines_of_a_picture_then_have_the_best_that_so_many_machines_give():
         "worker_seconds": 0.01,
         "server_seconds": 0.004,
     }
-    rest = dict.fromkeys(("sent_bytes", "received_bytes", "peer_bytes", "gathered", "group_bytes", "requests"), 0.0)
-    cost = StepCost(workers=1, **numbers, **rest, worker_bytes=1.0, server_bytes=1.0)
+    rest = [x.name for x in dataclasses.fields(StepCost) if x.name not in ("workers", "ahead", *numbers)]
+    cost = StepCost(workers=1, **numbers, **dict.fromkeys(rest, 0.0))
     found = compare(Measured({"async_ps": {1: cost}}, {}, 1.0), machines_from({"cpu": {"number": 6, "cores": 2}}))
     (line,) = lines_of(found).values()
     numbers_of_machines = [each.layout.num_machines for each in line]

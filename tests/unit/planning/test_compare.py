@@ -17,7 +17,8 @@ def cost(workers, **given):
             "server_seconds": 0.0,
         },
         **{"sent_bytes": 0.0, "received_bytes": 0.0, "peer_bytes": 0.0, "gathered": 0.0},
-        **{"group_bytes": 0.0, "requests": 0.0},
+        **{"group_bytes": 0.0, "requests": 0.0, "row_requests": 0.0},
+        **{"request_worker_seconds": 0.0, "request_server_seconds": 0.0},
         **{"worker_bytes": 1e9, "server_bytes": 2e9},
     }
     return StepCost(workers=workers, **{**numbers, **given})

@@ -23,7 +23,8 @@ def cost(workers=1, **given):
             "server_seconds": 0.0,
         },
         **{"sent_bytes": 0.0, "received_bytes": 0.0, "peer_bytes": 0.0, "gathered": 0.0},
-        **{"group_bytes": 0.0, "requests": 0.0},
+        **{"group_bytes": 0.0, "requests": 0.0, "row_requests": 0.0},
+        **{"request_worker_seconds": 0.0, "request_server_seconds": 0.0},
         **{"worker_bytes": 1e9, "server_bytes": 2e9},
     }
     return {workers: StepCost(workers=workers, **{**numbers, **given})}
@@ -47,6 +48,24 @@ def test_one_worker_when_it_asks_a_server_then_its_step_is_the_sum_of_its_parts(
     assert made.server_bytes == pytest.approx((2e5 / made.step_seconds, 1e5 / made.step_seconds))
     assert made.staleness == 0
     assert made.survives == 0
+
+
+def test_step_when_rows_are_striped_over_more_servers_then_takes_the_further_requests():
+    asks = {"requests": 2, "row_requests": 2, "request_worker_seconds": 1e-3, "request_server_seconds": 2e-3}
+    costs = cost(server_seconds=0.002, **asks)
+    steps = {
+        servers: forecast(METHODS["shadowsync"], costs, Layout("cpu", 1, 1, "cpu", 1, servers), machines()).step_seconds
+        for servers in (1, 4)
+    }
+    assert steps[1] == pytest.approx(0.01 + 0.002)
+    assert steps[4] == pytest.approx(0.01 + 6 * 1e-3 + (0.002 + 6 * 2e-3) / 4)  # six requests more, four processes
+
+
+def test_group_when_it_has_more_servers_then_takes_requests_of_each_kind():
+    asks = {"requests": 5, "row_requests": 2, "request_worker_seconds": 1e-3, "request_server_seconds": 0.0}
+    made = forecast(METHODS["hierarchical"], cost(**asks), Layout("cpu", 3, 1, None, 3, 2), machines())
+    rows, parts = (3 - 1) * 2, (2 - 1) * 3  # a server of rows on each of three machines; two group servers
+    assert made.step_seconds == pytest.approx(0.01 + (rows + parts) * 1e-3)
 
 
 @pytest.mark.parametrize("workers", [1, 4, 12])
