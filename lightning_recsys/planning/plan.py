@@ -22,6 +22,7 @@ Costs = Mapping[str, Mapping[int, StepCost]]
 
 log = logging.getLogger(__name__)
 
+_PORT = 29600  # of servers, in the command lines of a plan
 _SEVERAL = 4  # servers, beside one, by which the cost of a request is told from that of its rows
 
 
@@ -295,7 +296,8 @@ def layouts(method: Method, machines: Machines) -> Iterator[Layout]:
 
     Servers are beside the workers, one on each of their machines, which then have a worker less where they have several
     cores; of group servers there may be more, each in the place of a worker. Or, for a strategy that finds running
-    servers, they are on machines of their own, one for two cores, as encryption has a thread beside a server's own.
+    servers, they are on machines of their own, at most one for two cores, as encryption has a thread beside a server's
+    own; fewer of them get fewer requests.
     """
     for name, kind in machines.kinds.items():
         if method.name == "single":
@@ -314,7 +316,8 @@ def _with_servers(method: Method, machines: Machines, name: str, number: int) ->
         yield Layout(name, number, max(1, cores - own), None, number, own)
     for other, kind in machines.kinds.items() if method.served else ():
         for servers in _some(min(number, kind.number - (number if other == name else 0))):
-            yield Layout(name, number, cores, other, servers, max(1, kind.cores // 2))
+            for processes in _some(max(1, kind.cores // 2)):
+                yield Layout(name, number, cores, other, servers, processes)
 
 
 def command_of(made: Forecast, overrides: Sequence[str] = ()) -> list[str]:
@@ -327,13 +330,14 @@ def command_of(made: Forecast, overrides: Sequence[str] = ()) -> list[str]:
     layout, method = made.layout, made.method
     words, lines = [*overrides, *method.overrides], []
     if layout.servers:
-        ports = range(29600, 29600 + layout.per_server)
+        processes, last = layout.per_server, _PORT + layout.per_server - 1
+        several = f" --processes {processes}" * (processes > 1)
         lines = [
-            f"lightning-recsys server --bind tcp://0.0.0.0:{port} --keys keys --folder rows-{port}"
+            f"lightning-recsys server --bind tcp://0.0.0.0:{_PORT} --keys keys --folder rows{several}"
             f"  # on each of {layout.num_servers} machines"
-            for port in ports
         ]
-        hosts = [f"tcp://server-{i}:{port}" for i in range(layout.num_servers) for port in ports]
+        ports = f"{_PORT}" + f"-{last}" * (processes > 1)
+        hosts = [f"tcp://server-{i}:{ports}" for i in range(layout.num_servers)]
         words += [f"strategy.servers=[{','.join(hosts)}]", "strategy.key_file=keys"]
     elif method.grouped:
         words += [
