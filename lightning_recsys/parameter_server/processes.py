@@ -33,8 +33,9 @@ from lightning_recsys.parameter_server.server import check_bind, ends_of_parent,
 
 MAX_PROCESSES = 256
 _RESTARTS, _WITHIN_SECONDS = 5, 60.0  # more restarts in this time are no accident
-Ending = socket.socket | int
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+Ending = socket.socket | int  # readable once it is time to end
 
 log = logging.getLogger(__name__)
 
@@ -120,6 +121,9 @@ class _Running:
                 process, said = self._start(number)
                 self._processes.append(process)
                 self._said.append(said)
+        except OSError:  # the system has no room for another one
+            self.__exit__()
+            raise
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         return self
