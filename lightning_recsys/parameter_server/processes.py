@@ -212,7 +212,7 @@ def _rest_of(said: Connection) -> Iterator[tuple[str, str]]:
 
 @contextmanager
 def _told_to_stop() -> Iterator[Sequence[Ending]]:
-    """What is readable once a signal has come, which none between two waits misses, or who started us has ended."""
+    """Sources that are readable once a signal has come, also between two waits, or once who started us has ended."""
     told, wake = socket.socketpair()
     wake.setblocking(False)
     with told, wake:

@@ -15,7 +15,8 @@ import torch
 from server_helpers import running
 from server_processes import processes
 
-from lightning_recsys.parameter_server import connect, sockets
+from lightning_recsys.parameter_server import connect
+from lightning_recsys.parameter_server.messages import sockets
 from lightning_recsys.parameter_server.messages.sockets import allow_descriptors
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(120)]

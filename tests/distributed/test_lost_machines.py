@@ -11,10 +11,11 @@ from two_hosts import two_hosts
 
 from lightning_recsys.errors import RequestRefusedError
 from lightning_recsys.launchers.processes import fork_server_context
-from lightning_recsys.parameter_server import connect, journal, serve, sockets
+from lightning_recsys.parameter_server import connect, journal, serve
 from lightning_recsys.parameter_server.access.keys import JobKeys
 from lightning_recsys.parameter_server.client import LinkLostError
 from lightning_recsys.parameter_server.handler import RequestHandler
+from lightning_recsys.parameter_server.messages import sockets
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(180)]
 

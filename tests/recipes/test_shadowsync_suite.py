@@ -14,8 +14,10 @@ from types import SimpleNamespace
 import numpy as np
 import psutil
 import pytest
-from benchmarks.harness import hosts, jobs, processes
+from benchmarks.harness import processes
 from benchmarks.harness.bars import Bars
+from benchmarks.harness.jobs import hosts
+from benchmarks.harness.jobs import job as jobs
 from benchmarks.harness.jobs.hosts import Host, NoLinkError, linked_hosts
 from benchmarks.harness.jobs.job import Job, steps_per_second
 from benchmarks.suites.shadowsync import quality as shadowsync_quality
@@ -262,7 +264,7 @@ class Pretended:
 @pytest.fixture
 def suite(monkeypatch):
     monkeypatch.setattr(jobs, "Job", Pretended)
-    monkeypatch.setattr(jobs, "run_in_turns", lambda jobs, *, rounds, seconds: None)
+    monkeypatch.setattr(jobs, "run_in_turns", lambda given, *, rounds, seconds: None)
     return shadowsync.Suite(batch_size=100, rounds=1, seconds=0.0)
 
 
