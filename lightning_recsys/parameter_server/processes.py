@@ -1,8 +1,9 @@
 """Several servers of one machine under one command, each in a process of its own with a part of the rows.
 
 A server's thread holds Python's lock for a good part of its time, and its pushes follow each other so that each counts
-once. Processes share neither: as many of them give as many times the requests, and none has to know of the others. For
-clients they are servers like any, at ports that follow each other; rows are striped over them.
+once. Processes share neither: as many of them answer as many times the requests, and none has to know of the others.
+For clients they are servers like any, at ports that follow each other; rows are striped over them, so each is asked in
+every step.
 
 Invariant: process *k* has the folder ``FOLDER/k`` and the port ``first + k`` for as long as the command runs. One that
 ends is started again with both, and goes on as any server does that is started again: no push is lost or counted twice.
