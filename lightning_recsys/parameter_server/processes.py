@@ -30,7 +30,7 @@ from lightning_recsys.parameter_server.access.keys import KeyFile, Token
 from lightning_recsys.parameter_server.access.own_files import check_own_folder, make_own_folder
 from lightning_recsys.parameter_server.endpoints import as_range
 from lightning_recsys.parameter_server.journal import JOURNAL
-from lightning_recsys.parameter_server.server import check_bind, ends_of_parent, serve
+from lightning_recsys.parameter_server.server import check_bind, ends_of_parent, serve, waking_on_signals
 
 MAX_PROCESSES = 256
 _RESTARTS, _WITHIN_SECONDS = 5, 60.0  # more restarts in this time are no accident
@@ -56,7 +56,7 @@ def serve_in_processes(
 
     Args:
         folder: Has a folder for each process: ``0``, ``1`` and so on.
-        processes: How many.
+        processes: Number of servers, 1 to 256; a folder keeps the number that it was made with.
         bind: ``tcp://host:port`` of the first; the others have the ports above.
         keys: Key file of the job. Default: none, on loopback, where the token in ``folder`` lets in.
         ready: Called once all listen, with the range of their endpoints (``tcp://host:5790-5797``).
@@ -67,7 +67,7 @@ def serve_in_processes(
     Raises:
         ValueError: there is no such address or number of processes.
         RuntimeError: the folder is of another number of processes, one could not start, or one ended again and again.
-        OSError: as :func:`~lightning_recsys.parameter_server.server.serve` does.
+        OSError: the folder cannot be made, or its token or the key file not be read.
     """
     binds = _binds(bind, processes)
     key_file = None if keys is None else KeyFile(keys)
@@ -216,15 +216,8 @@ def _told_to_stop() -> Iterator[Sequence[Ending]]:
     """Sources that are readable once a signal has come, also between two waits, or once who started us has ended."""
     told, wake = socket.socketpair()
     wake.setblocking(False)
-    with told, wake:
-        wakeup = signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
-        before = [signal.signal(number, lambda *_: None) for number in _SIGNALS]
-        try:
-            yield [told, *ends_of_parent()]
-        finally:
-            signal.set_wakeup_fd(wakeup)
-            for number, handler in zip(_SIGNALS, before, strict=True):
-                signal.signal(number, handler)
+    with told, wake, waking_on_signals(wake):
+        yield [told, *ends_of_parent()]
 
 
 def _binds(bind: str, processes: int) -> list[str]:

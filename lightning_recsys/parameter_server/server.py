@@ -29,6 +29,7 @@ from lightning_recsys.parameter_server.access.keys import KeyFile, ServerKeys, T
 from lightning_recsys.parameter_server.access.own_files import check_own_folder, make_own_folder, open_own
 from lightning_recsys.parameter_server.connections import LOOK_MILLISECONDS, Connections, Peer
 from lightning_recsys.parameter_server.handler import MakeOffer, RequestHandler, Unfinished
+from lightning_recsys.parameter_server.journal import JOURNAL
 from lightning_recsys.parameter_server.messages.sockets import (
     allow_descriptors,
     expect_heartbeats,
@@ -94,7 +95,8 @@ def serve(
 
     Raises:
         ValueError: the address is not of this machine and there are no keys, or it is no address.
-        RuntimeError: another server serves the folder.
+        RuntimeError: another server serves the folder, or it is one of several processes
+            (:mod:`~lightning_recsys.parameter_server.processes`).
         PermissionError: the folder, or a file of the server's in it, is another user's, open to others, or a link.
         OSError: a port is taken.
         ModuleNotFoundError: there is a ``metrics_port``, and ``prometheus-client`` is not installed.
@@ -103,6 +105,8 @@ def serve(
     check_bind(bind, keys)  # before anything is made
     configure_worker(num_threads)
     allow_descriptors(max_clients + OWN_DESCRIPTORS)
+    if (folder / "0" / JOURNAL).exists():
+        raise RuntimeError(f"{folder} has the stores of several processes: serve it with --processes, as it was made.")
     make_own_folder(folder)
     with ExitStack() as stack:
         # Before the server, which may have much to recover: it is alive meanwhile, and not ready.
@@ -118,7 +122,7 @@ def serve(
             stack.callback(monitoring.set_unready)
         for descriptor in ends_of_parent():
             server.stop_when_readable(descriptor)
-        with _stopping_on_signals(server):
+        with waking_on_signals(server.waker):
             ready(server.endpoint)
             server.run()
 
@@ -443,8 +447,8 @@ def _lock(folder: Path) -> Any:
 
 
 @contextmanager
-def _stopping_on_signals(server: Server) -> Iterator[None]:
-    """SIGTERM and SIGINT wake the server through its own socket pair.
+def waking_on_signals(waker: socket.socket) -> Iterator[None]:
+    """SIGTERM and SIGINT are a byte on this socket, whose other end is waited at; it must not block.
 
     A handler in Python would not do alone: where the signal comes between the last Python instruction and the wait for
     requests, it would run after the next request.
@@ -456,7 +460,7 @@ def _stopping_on_signals(server: Server) -> Iterator[None]:
     handlers: list[Any] = [lambda *_: None] * 2
     if multiprocessing.parent_process() is not None:
         handlers[1] = signal.SIG_IGN  # Ctrl-C reaches every process of a terminal; who started this one decides
-    wakeup = signal.set_wakeup_fd(server.waker.fileno(), warn_on_full_buffer=False)
+    wakeup = signal.set_wakeup_fd(waker.fileno(), warn_on_full_buffer=False)
     before = [signal.signal(number, handler) for number, handler in zip(numbers, handlers, strict=True)]
     try:
         yield

@@ -212,8 +212,12 @@ def measure(
     asking = [METHODS[name] for name in costs if METHODS[name].has_servers]
     if asking:  # that which is soonest at its usual pace stands for all, as their requests take the same way
         soonest = min(asking, key=lambda method: method.warm_seconds)
-        several = measured(soonest, 1, _SEVERAL)
-        costs = {name: _with_requests(by, costs[soonest.name][1], several) for name, by in costs.items()}
+        try:
+            several = measured(soonest, 1, _SEVERAL)
+        except Exception:  # what was measured is of use without it
+            log.warning("Several servers cannot be measured: layouts with many are foretold too fast.", exc_info=True)
+        else:
+            costs = {name: _with_requests(by, costs[soonest.name][1], several) for name, by in costs.items()}
     return Measured(costs, refusals, float32_gflops())
 
 

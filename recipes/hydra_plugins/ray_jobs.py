@@ -97,8 +97,8 @@ def run_one(given: bytes, overrides: Sequence[str], number: int) -> JobReturn:
 
     Args:
         given: The pickled context, configuration and task of the sweep, and Hydra's state.
-        overrides: The job's overrides.
-        number: Its number.
+        overrides: Words of the command line that this job has beside those of all.
+        number: Place of the job in the sweep, from 0, by which its folder is named.
     """
     import ray
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import psutil
 import pytest
@@ -82,6 +82,8 @@ def test_processes_when_killed_under_load_then_come_back_and_every_push_counts_o
             time.sleep(0.2)
             victims = psutil.Process(process.pid).children()
             os.kill(sorted(victims, key=lambda x: x.create_time())[0].pid, signal.SIGKILL)  # another one each time
+            for x in each:
+                x.status()  # waits until all answer again
         time.sleep(0.2)
         told.set()
         for client in clients:
@@ -120,6 +122,37 @@ def test_processes_when_killed_under_load_then_come_back_and_every_push_counts_o
     for wrong, sentence in ((2, "has the stores of 3 processes"), (4, "has the stores of 3 processes")):
         assert cli.main([*map(str, arguments[:-1]), str(wrong)]) == 1
         assert sentence in capsys.readouterr().err
+
+
+def test_processes_when_they_end_again_and_again_then_the_command_ends_and_says_so(tmp_path):
+    port = free_ports(1)
+    arguments = ("--folder", tmp_path / "stores", "--bind", f"tcp://127.0.0.1:{port}", "--processes", 1)
+    with servers(*arguments) as (process, endpoint, _):
+        assert endpoint == f"tcp://127.0.0.1:{port}"
+        killed = set()
+        while process.poll() is None:
+            with suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+                for child in psutil.Process(process.pid).children():
+                    if child.pid not in killed:
+                        child.kill()
+                        killed.add(child.pid)
+            time.sleep(0.02)
+        assert process.returncode == 1
+        assert len(killed) == 6
+        assert "process 0: was ended by SIGKILL, after 5 restarts in a minute." in process.stderr.read()
+
+
+def test_folder_of_processes_when_served_alone_then_is_refused_and_stays_as_it_was(tmp_path, capsys):
+    folder, port = tmp_path / "stores", free_ports(2)
+    arguments = ("--folder", folder, "--bind", f"tcp://127.0.0.1:{port}", "--processes", 2)
+    with servers(*arguments):
+        pass
+    before = sorted(folder.iterdir())
+    assert cli.main(["--folder", str(folder)]) == 1
+    assert "has the stores of several processes: serve it with --processes" in capsys.readouterr().err
+    assert sorted(folder.iterdir()) == before
+    with servers(*arguments) as (_, endpoints, _):
+        assert endpoints == f"tcp://127.0.0.1:{port}-{port + 1}"
 
 
 def test_trainers_when_given_a_range_of_ports_then_rows_lie_on_all_of_its_servers(tmp_path):
