@@ -1,8 +1,10 @@
 """Plans from measurements that are given: what is first and why, what is left out, what is printed."""
 
+import sys
+
 import pytest
 
-from lightning_recsys.planning import Measured, StepCost, compare, machines_from
+from lightning_recsys.planning import Measured, StepCost, compare, machines_from, measure
 from lightning_recsys.planning.methods import METHODS
 from lightning_recsys.planning.plan import command_of, keep, kept, layouts
 
@@ -126,3 +128,26 @@ def test_measurement_when_kept_then_comes_back_and_anything_else_is_none(tmp_pat
     assert kept(path) == MEASURED
     path.write_text('{"costs": {"het": {"1": {"unknown": 2}}}, "refusals": {}, "gflops": 1}')
     assert kept(path) is None
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_request_when_measured_by_one_and_several_servers_then_costs_the_difference_or_is_warned_of(
+    monkeypatch, caplog, fails
+):
+    def step(*_, workers, servers, **__):
+        if servers > 1 and fails:
+            raise RuntimeError("no room for so many servers")
+        asked = {"requests": 2.0 * servers, "row_requests": 2.0 * servers}
+        return cost(workers, worker_seconds=0.01 + 6e-4 * servers, server_seconds=0.002 * servers, **asked)
+
+    own = sys.modules[measure.__module__]  # whose name a function of the package has, too
+    monkeypatch.setattr(own, "measure_step", step)
+    monkeypatch.setattr(own, "float32_gflops", lambda: 50.0)
+    told = []
+    measured = measure(None, None, methods=["single", "shadowsync", "het"], tell=told.append)
+    assert told[-1] == "shadowsync, 1 worker, 4 servers"  # not het, whose cache takes long to fill
+    assert set(measured.costs) == {"single", "shadowsync", "het"}
+    for each in (measured.costs["shadowsync"][1], measured.costs["het"][2]):
+        assert each.request_worker_seconds == pytest.approx(0 if fails else 3e-4)
+        assert each.request_server_seconds == pytest.approx(0 if fails else 1e-3)
+    assert ("layouts with many are foretold too fast" in caplog.text) == fails
