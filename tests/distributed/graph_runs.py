@@ -50,11 +50,15 @@ def make_data(batch_size: int) -> NodeDataModule:
 
 
 def make_task() -> CountedTask:
-    """What learns the classes, as it is before training."""
+    """What learns the classes, as it is before training; by steps so small that the workers' order hardly matters.
+
+    With ten times these rates the rows of two free workers went 1.6 to 3.1 times as far as those of one.
+    """
     torch.manual_seed(0)
     fields = {"node": 80, "words": 9}
-    model = GraphSAGE(0, fields, num_classes=2, embedding_dim=4, hidden=4, pooling="mean", row_optimizer=RowSGD(lr=0.5))
-    return CountedTask(model, optimizer=partial(torch.optim.SGD, lr=0.5))
+    rows = RowSGD(lr=0.05)
+    model = GraphSAGE(0, fields, num_classes=2, embedding_dim=4, hidden=4, pooling="mean", row_optimizer=rows)
+    return CountedTask(model, optimizer=partial(torch.optim.SGD, lr=0.05))
 
 
 def make_link_data(batch_size: int) -> InteractionDataModule:
