@@ -8,8 +8,6 @@ import multiprocessing
 import os
 import pickle
 import signal
-import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -31,6 +29,7 @@ from pytorch_lightning.utilities.exceptions import SIGTERMException
 from torch.multiprocessing.spawn import ProcessExitedException
 
 from lightning_recsys.launchers.folders import RunFolder
+from lightning_recsys.launchers.loopback import keep_store
 from lightning_recsys.launchers.pickling import parts_of, save_job
 from lightning_recsys.launchers.processes import NOT_KNOWN, ForkedProcess, end_processes, ending, start_process
 from lightning_recsys.launchers.results import load_results, results_path
@@ -68,9 +67,9 @@ class ForkserverLauncher(_MultiProcessingLauncher):
         strategy: The strategy that launches.
         num_threads: Threads per worker, as in :func:`lightning_recsys.runtime.configure_worker`.
         serving: Makes the context in which the workers run: servers beside them, or none.
-        survive: Asked about a worker other than rank 0 that died without an error, or was ended because a server that
-            only it and others need is lost: with the trainer, its rank and how many workers are left. ``None`` where
-            the others go on without it; else why they cannot. Default: none can.
+        survive: Asked about a worker that died without an error, or was ended because a server that only it and others
+            need is lost: with the trainer, its rank and how many workers are left. ``None`` where the others go on
+            without it; else why they cannot. Default: none can.
 
     Raises:
         ValueError: this platform has no fork server (Windows).
@@ -107,7 +106,8 @@ class ForkserverLauncher(_MultiProcessingLauncher):
             **kwargs: Keyword arguments.
 
         Returns:
-            What the function returned in rank 0; the predictions of all ranks if the trainer predicts.
+            What the function returned in rank 0, or the first rank that is left; the predictions of all ranks if the
+            trainer predicts.
 
         Raises:
             RuntimeError: called while a worker imports the main script.
@@ -127,7 +127,7 @@ class ForkserverLauncher(_MultiProcessingLauncher):
         job = Job(self._strategy, trainer, function, args, kwargs)
         with (
             _sigterm_raises(),
-            self._port_held(),
+            self._store_kept(),
             RunFolder() as folder,
             self._serving() as sidecars,
         ):
@@ -142,23 +142,20 @@ class ForkserverLauncher(_MultiProcessingLauncher):
         return value
 
     @contextmanager
-    def _port_held(self) -> Iterator[None]:
-        """A free port for each launch, chosen here so that all workers know it.
+    def _store_kept(self) -> Iterator[None]:
+        """The store by which the workers of one machine meet, at a free port of each launch; workers may die.
 
-        Rank 0 listens there seconds later. A socket that is bound, and does not listen, keeps the system from giving
-        the port to anybody's outgoing connection meanwhile; Linux lets rank 0 listen beside it.
+        Of several machines rank 0 keeps it, as torch has it.
         """
         environment = self._strategy.cluster_environment
         assert environment is not None
         if isinstance(environment, LightningEnvironment):
             environment._main_port = -1
-        port = environment.main_port
-        with socket.socket() as held:
-            if isinstance(environment, LightningEnvironment) and sys.platform == "linux":
-                held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                with suppress(OSError):  # the user's choice, where somebody listens: rank 0 will say so
-                    held.bind(("", port))
+        store = keep_store(environment.main_port) if self._strategy.num_nodes == 1 else None
+        try:
             yield
+        finally:
+            del store  # also where an error holds on to this frame
 
     def _save_job(self, job: Job, folder: Path) -> None:
         """One file under one name per worker: each removes its name, and the last one frees the space."""
@@ -293,7 +290,7 @@ def _join(
             sidecars.give_up(lost.spec)
         for worker in (x for x in busy if x.is_busy):
             worker.look()
-            if worker.rank and worker.failure is not None and worker.failure.time == 0.0:
+            if worker.failure is not None and worker.failure.time == 0.0:
                 _try_to_lose(worker, sum(not x.is_lost for x in workers) - 1, survive)
         sidecars.end_needless([x.rank for x in workers if x.is_lost])
         if deadline == math.inf and any(x.failure for x in workers):
@@ -321,9 +318,6 @@ def _do_without(
     """
     needing = lost.spec.ranks
     if needing is None:
-        raise lost
-    if 0 in needing:
-        lost.add_note("Rank 0 needs it, without which no run goes on: begin anew, or go on from a checkpoint.")
         raise lost
     busy = [x for x in workers if x.rank in needing and x.is_busy]
     # They end before their share of the data is given to others, who would train it beside them.

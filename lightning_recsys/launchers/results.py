@@ -18,6 +18,7 @@ from pytorch_lightning.trainer.call import _call_callbacks_load_state_dict, _cal
 from pytorch_lightning.trainer.states import TrainerFn, TrainerState
 from torch import Tensor
 
+WEIGHTS, CALLBACKS = "weights.pt", "callbacks.pt"  # of the first worker
 METRICS = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
 
 
@@ -30,7 +31,6 @@ class RunResults:
         state: Status and function of the trainer.
         ckpt_path: The checkpoint that the run loaded.
         metrics: The trainer's ``callback_metrics``, ``logged_metrics`` and ``progress_bar_metrics``.
-        callbacks: State dicts of the callbacks by state key.
         progress: State dict of the fit loop (epochs, steps); ``None`` if the run did not fit.
     """
 
@@ -38,7 +38,6 @@ class RunResults:
     state: TrainerState
     ckpt_path: str | Path | None
     metrics: dict[str, dict[str, Any]]
-    callbacks: dict[str, dict[str, Any]]
     progress: dict[str, Any] | None
 
 
@@ -54,7 +53,8 @@ def save_results(value: Any, trainer: pl.Trainer | None, folder: Path, *, rank: 
         value: The return value of the launched function.
         trainer: The worker's trainer, or ``None`` where a bare function was launched.
         folder: The folder in which :func:`load_results` will look.
-        rank: The worker's local rank. Rank 0 brings weights and trainer state, the others their share of predictions.
+        rank: The worker's local rank. The first worker that lives brings weights and the callbacks' states, and all of
+            them the trainer's state and their share of predictions.
     """
     if trainer is None:
         torch.save(value, results_path(folder, rank))
@@ -67,14 +67,19 @@ def save_results(value: Any, trainer: pl.Trainer | None, folder: Path, *, rank: 
             value = [[] for _ in value]
     with getattr(trainer.strategy, "counting_once", nullcontext)():
         callbacks = _call_callbacks_state_dict(trainer)  # on all ranks, as for a checkpoint: some gather over them
-    if rank == 0 and weights is not None:
-        torch.save(weights, folder / "weights.pt")
+    has_saved = False
+    for _ in range(2):  # the second time behind the barrier: whoever was the first may have died before it was done
+        if trainer.is_global_zero and not has_saved:
+            if weights is not None:
+                torch.save(weights, folder / WEIGHTS)
+            torch.save(callbacks, folder / CALLBACKS)
+            has_saved = True
+        trainer.strategy.barrier("what the first worker brings is there")
     results = RunResults(
         value=value,
         state=trainer.state,
         ckpt_path=trainer.ckpt_path,
         metrics={name: getattr(trainer, name) for name in METRICS},
-        callbacks=callbacks if rank == 0 else {},
         progress=trainer.fit_loop.state_dict() if fitted else None,
     )
     torch.save(results, results_path(folder, rank))
@@ -89,19 +94,19 @@ def load_results(trainer: pl.Trainer | None, folder: Path, *, ranks: Sequence[in
     Args:
         trainer: The main process's trainer, or ``None`` where a bare function was launched.
         folder: The folder in which the workers left their results.
-        ranks: The local ranks that left results; rank 0 is the first.
+        ranks: The local ranks that left results, in rising order.
     """
     all_results = [_load(results_path(folder, rank)) for rank in ranks]
     if trainer is None:
         return all_results[0]
     results: RunResults = all_results[0]
-    if (weights := folder / "weights.pt").exists():
+    if (weights := folder / WEIGHTS).exists():
         _load_weights(trainer.lightning_module, weights)
     trainer.state = results.state
     trainer._checkpoint_connector._ckpt_path = results.ckpt_path
     for name, metrics in results.metrics.items():
         setattr(trainer._logger_connector, f"_{name}", metrics)
-    _load_callbacks(trainer, results.callbacks)
+    _load_callbacks(trainer, _load(folder / CALLBACKS))
     if results.progress is not None:
         _load_progress(trainer.fit_loop, results.progress)
     if results.state.fn == TrainerFn.PREDICTING and results.value is not None:

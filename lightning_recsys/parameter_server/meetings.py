@@ -117,6 +117,11 @@ class Meetings:
             sends = state == SEND
         raise TimeoutError(f"worker {self.rank} waited for the others at {kind!r}, and they did not come.")
 
+    def lost(self) -> frozenset[int]:
+        """The workers that have died, as far as the launcher has noticed."""
+        arguments = {"run": self.place.run, "size": self.place.size}
+        return frozenset(self._connection.request("lost", arguments=arguments).value)
+
     def close(self) -> None:
         """Meet nobody any more."""
         self._connection.close()
@@ -130,6 +135,7 @@ class ShareDealer:
         rank: Rank of this worker in the run.
         accumulated: Batches whose gradients make one update.
         cancelled: Asked while it waits for other workers; once ``True`` it waits no longer.
+        tells: Whether this worker logs for all.
 
     Attributes:
         in_flight: Batches that this worker was given last and may not have trained.
@@ -146,8 +152,9 @@ class ShareDealer:
         rank: int,
         accumulated: int = 1,
         cancelled: Callable[[], bool] = lambda: False,
+        tells: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._place, self._rank, self._cancelled = place, rank, cancelled
+        self._place, self._rank, self._cancelled, self._tells = place, rank, cancelled, tells
         self._connection = place.connect(cancelled)
         self.in_flight = IN_FLIGHT + accumulated - 1
         self.dealt_again = 0
@@ -194,7 +201,7 @@ class ShareDealer:
 
     def _tell(self, dealt_again: int) -> None:
         more, self.dealt_again = dealt_again - self.dealt_again, dealt_again
-        if more and self._rank == 0:
+        if more and self._tells():
             log.warning("%d batches were leased again after a worker's death; some of them were trained twice.", more)
 
     def _ask(self, operation: str, **arguments: int) -> Reply:

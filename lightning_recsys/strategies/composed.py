@@ -36,7 +36,7 @@ class ComposedStrategy(ServedStrategy):
         rows: How workers read and train the rows: ``plain``, ``cached``, or an object of a class for it. Default: as
             the paper of the dense part has them.
         pace: Whether workers' updates of a row belong together. Default: where workers are in step and rows cached.
-        min_workers: Where workers run free, those other than the first may die as long as so many are left.
+        min_workers: Where workers run free, some may die as long as so many are left.
         **kwargs: Further arguments of :class:`~lightning_recsys.strategies.served.ServedStrategy`.
 
     Raises:

@@ -225,12 +225,6 @@ class ServedStrategy(RecsysStrategy):
         # Others' are not to be had where a rank has failed.
         return self.dense.keep(tensors) if self._has_begun and self.succeeded else tensors
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
-        """Save, with what the parts keep beside weights and rows, unless it is to be weights only."""
-        if self.succeeded and self.is_global_zero and "optimizer_states" in checkpoint:
-            checkpoint |= {**self.dense.state(), **self.rows.state()}
-        super().save_checkpoint(checkpoint, filepath, storage_options)
-
     def checkpoint_extras(self) -> dict[str, Any] | None:
         """The state that the parts keep of this rank's share."""
         return {**self.dense.own_state(), **self.rows.own_state()} or None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import itertools
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,8 @@ from pytorch_lightning.loggers import CSVLogger as LightningCSVLogger
 from pytorch_lightning.loggers.csv_logs import ExperimentWriter
 from pytorch_lightning.loggers.logger import rank_zero_experiment
 from pytorch_lightning.utilities import rank_zero_only
+
+from lightning_recsys.strategies.common.workers.continuing_writer import ContinuingWriter
 
 
 class CSVLogger(LightningCSVLogger):
@@ -43,17 +44,10 @@ class CSVLogger(LightningCSVLogger):
     def experiment(self) -> ExperimentWriter:
         """The writer of this process."""
         if self._experiment is None:
-            self._experiment = _ContinuingWriter(log_dir=self.log_dir)
+            self._experiment = ContinuingWriter(log_dir=self.log_dir)
         return self._experiment
 
 
 def _lies_in(checkpoint: str, folder: Path) -> bool:
     """Whether a checkpoint is a run's own; Lightning looks ``last`` and ``hpc`` up among these."""
     return checkpoint in ("last", "hpc") or Path(checkpoint).parent.resolve().is_relative_to(folder.resolve())
-
-
-class _ContinuingWriter(ExperimentWriter):
-    def _check_log_dir_exists(self) -> None:
-        if self._fs.isfile(self.metrics_file_path):
-            with self._fs.open(self.metrics_file_path, "r", newline="") as file:
-                self.metrics_keys = next(csv.reader(file), [])

@@ -9,6 +9,8 @@ import pytest
 import torch
 from served_strategy import Model, ServedStrategy, make_trainer
 from server_helpers import running
+from test_lost_workers import WORLD, Counts, Dies, NumbersModule
+from test_lost_workers import make_trainer as make_free_trainer
 from two_hosts import two_hosts
 
 from lightning_recsys.errors import RequestRefusedError, ServerInUseError, StoreReplacedError
@@ -21,6 +23,7 @@ from lightning_recsys.parameter_server.access.lease import RunLease
 from lightning_recsys.parameter_server.remote import RemoteStores
 from lightning_recsys.parameter_server.server import serve
 from lightning_recsys.stores import MappedStores
+from lightning_recsys.strategies import AsyncParameterServerStrategy
 
 pytestmark = [
     pytest.mark.distributed,
@@ -117,8 +120,8 @@ def test_lease_when_its_run_was_killed_then_the_next_run_gets_it_once_it_has_end
             patch.setattr(lease_module, "LEASE_SECONDS", 1.0)  # the second one's is not to end while it is looked at
             second = RunLease([server.endpoint], keys=None, run="second", holder="process 2 on bob")
         assert server.handler.status()["run"] == "process 2 on bob"
-        second.give_back()
-        second.give_back()
+        second.close()
+        second.close()
         assert server.handler.status()["run"] == "none"
 
 
@@ -137,7 +140,7 @@ def test_lease_when_the_server_is_lent_anew_then_its_holder_hears_of_it(tmp_path
             with pytest.raises(ServerInUseError, match="process 2 on bob"):
                 first.check()
         finally:
-            first.give_back()
+            first.close()
         assert server.handler.status()["run"] == "process 2 on bob"  # another's is not given back
 
 
@@ -164,7 +167,7 @@ def run_on(host, name, endpoint, keys, pipe):
             pipe.send("taken")
             while not pipe.poll(0.05):
                 lease.check()
-            lease.give_back()
+            lease.close()
         except ServerInUseError as error:
             pipe.send(str(error))
 
@@ -236,3 +239,26 @@ def test_store_when_made_anew_past_its_server_then_the_server_has_the_new_one(tm
             remote.dense_store("center")
         files.create_dense_store("center", torch.ones(2))
         assert remote.dense_store("center").pull().tolist() == [1.0, 1.0]
+
+
+class AsksBehindDeath(Dies):
+    """The first worker ends in mid-epoch; when its lease has ended another one asks the server who has it."""
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
+        if (trainer.current_epoch, batch_idx, trainer.global_rank) == (0, self.batch + 1, 1):
+            time.sleep(4)
+            (stores,) = trainer.strategy.stores("embedding")
+            (self.folder / "run").write_text(stores.connection.request("status").value["run"])
+
+
+def test_lease_when_the_first_worker_is_killed_then_the_others_hold_it_to_the_end_of_the_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(lease_module, "LEASE_SECONDS", 3.0)  # the server's
+    (tmp_path / "stores").mkdir()
+    with running(tmp_path / "stores") as server:
+        strategy = AsyncParameterServerStrategy(servers=[server.endpoint], transport="tcp")
+        trainer = make_free_trainer(strategy, AsksBehindDeath(tmp_path, rank=0), max_epochs=1)
+        trainer.fit(Counts(), NumbersModule())
+        assert trainer.callback_metrics["world"] == WORLD - 1
+        assert (tmp_path / "run").read_text().startswith("process ")
+        assert server.handler.status()["run"] == "none"

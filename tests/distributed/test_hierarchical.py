@@ -297,25 +297,26 @@ class KillsGroupServer(Callback):
 
 
 class LosesGroup(Callback):
-    """The last server of the second group is killed in the first epoch; each rank notes the examples that it trained.
+    """The last server of a group is killed in the first epoch; each rank notes the examples that it trained.
 
     Both groups have trained three batches then, whichever is faster: at the end of an epoch nobody would be left to
-    train what the second one had under way.
+    train what that one had under way.
 
     Args:
         folder: For the notes.
+        group: Number of the group.
     """
 
-    def __init__(self, folder):
-        self.folder = folder
+    def __init__(self, folder, group):
+        self.folder, self.group = folder, group
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         if trainer.current_epoch == 0 and batch_idx == 3:
             (self.folder / f"three-by-{trainer.global_rank}").touch()
             while len(list(self.folder.glob("three-by-*"))) < 2:
                 time.sleep(0.01)
-            if trainer.global_rank == 0:
-                kill_group_server(trainer, 3)
+            if trainer.global_rank != self.group:
+                kill_group_server(trainer, 2 * self.group + 1)
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         with (self.folder / f"{trainer.current_epoch}-{trainer.global_rank}").open("a") as file:
@@ -330,25 +331,26 @@ class LosesGroup(Callback):
         return path.read_text().splitlines() if path.exists() else []
 
 
-@pytest.mark.parametrize("algorithm", ["easgd", "ma"])
+@pytest.mark.parametrize(("algorithm", "group"), [("easgd", 1), ("ma", 1), ("easgd", 0)])
 def test_group_when_a_server_is_lost_for_good_then_it_alone_ends_and_the_others_train_every_example(
-    algorithm, tmp_path, caplog
+    algorithm, group, tmp_path, caplog
 ):
-    noting = LosesGroup(tmp_path)
+    noting, other = LosesGroup(tmp_path, group), 1 - group
     strategy = hierarchical(num_groups=2, servers_per_group=2, max_restarts=0, algorithm=algorithm)
     trainer = fit(make_task(), make_data(rows=2048), strategy=strategy, epochs=3, callbacks=[noting])
     assert trainer.world_size == 2
     assert trainer.current_epoch == 3
     assert float(trainer.callback_metrics["val/ne"]) < 1
-    every = set(noting.trained(2, 0))
+    every = set(noting.trained(2, other))
     assert len(every) == 2048
     assert set(noting.trained(0, 0)) | set(noting.trained(0, 1)) == every
-    assert (tmp_path / "servers").read_text() == "['group-0', 'group-1']"
+    assert (tmp_path / "servers").read_text() == str([f"group-{2 * other}", f"group-{2 * other + 1}"])
     for epoch in (1, 2):
-        assert sorted(noting.trained(epoch, 0)) == sorted(every)
-        assert noting.trained(epoch, 1) == []
+        assert sorted(noting.trained(epoch, other)) == sorted(every)
+        assert noting.trained(epoch, group) == []
     (said,) = (x for x in caplog.messages if "was ended by" in x)
-    assert re.search(r"^Server group-3 .* SIGKILL, and max_restarts=0 .* end, too \(1\); the other 1 go on", said)
+    lost = rf"^Server group-{2 * group + 1} .* SIGKILL, and max_restarts=0 .* end, too \({group}\); the other 1 go on"
+    assert re.search(lost, said)
 
 
 class Begins(Callback):
@@ -403,14 +405,14 @@ def test_model_when_it_cannot_be_cut_or_has_no_room_then_refused_before_training
 
 
 class NetsDie(Callback):
-    """The first net of the second group dies in the first epoch, the other one in the second; others wait for that."""
+    """The first net of a group dies in the first epoch, the other one in the second; others wait for that."""
 
-    def __init__(self, folder):
-        self.folder = folder
+    def __init__(self, folder, group):
+        self.folder, self.group = folder, group
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        doomed = 2 + trainer.current_epoch
-        if batch_idx != 3 or doomed > 3:
+        doomed = 2 * self.group + trainer.current_epoch
+        if batch_idx != 3 or trainer.current_epoch > 1:
             return
         if trainer.global_rank == doomed:
             (self.folder / f"dead-{doomed}").touch()
@@ -424,15 +426,19 @@ class NetsDie(Callback):
         (self.folder / f"epoch-{trainer.current_epoch}-rank-{trainer.global_rank}").write_text(str(told))
 
 
-def test_nets_when_they_die_then_others_go_on_and_a_group_without_any_counts_no_more(tmp_path, caplog):
-    strategy = hierarchical(num_groups=2, nets_per_trainer=2, min_workers=2)
-    saving = ModelCheckpoint(tmp_path / "saved")
-    trainer = fit(make_task(), make_data(rows=2048), strategy=strategy, epochs=3, callbacks=[NetsDie(tmp_path), saving])
+@pytest.mark.parametrize(("group", "algorithm"), [(1, "easgd"), (0, "easgd"), (0, "ma")])
+def test_nets_when_they_die_then_others_go_on_and_a_group_without_any_counts_no_more(
+    tmp_path, caplog, group, algorithm
+):
+    strategy = hierarchical(num_groups=2, nets_per_trainer=2, min_workers=2, algorithm=algorithm)
+    callbacks = [NetsDie(tmp_path, group), ModelCheckpoint(tmp_path / "saved")]
+    trainer = fit(make_task(), make_data(rows=2048), strategy=strategy, epochs=3, callbacks=callbacks)
     seen = {x.name.removeprefix("epoch-"): eval(x.read_text()) for x in tmp_path.glob("epoch-*")}
-    assert seen["0-rank-0"] == (4, 3, True, [0, 1])
-    assert seen["0-rank-3"] == (4, 3, True, [0, 1])  # in the place of rank 2
-    assert seen["1-rank-0"] == seen["2-rank-0"] == (4, 2, True, [0])
-    assert "2-rank-3" not in seen
+    other, next_one = 2 * (1 - group), 2 * group + 1
+    assert seen[f"0-rank-{other}"] == (4, 3, True, [0, 1])
+    assert seen[f"0-rank-{next_one}"] == (4, 3, True, [0, 1])  # in the place of the group's first
+    assert seen[f"1-rank-{other}"] == seen[f"2-rank-{other}"] == (4, 2, True, [1 - group])
+    assert f"2-rank-{next_one}" not in seen
     assert trainer.current_epoch == 3
     assert float(trainer.callback_metrics["val/ne"]) < 1
     assert sum("was ended by SIGKILL" in x and "go on" in x for x in caplog.messages) == 2

@@ -1,5 +1,6 @@
 """The fork server launcher: what reaches the workers, what comes back, and what is left when things go wrong."""
 
+import errno
 import gc
 import logging
 import multiprocessing
@@ -11,6 +12,7 @@ import threading
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from multiprocessing import forkserver
 from pathlib import Path
 
@@ -24,6 +26,7 @@ from torch import nn
 from torch.multiprocessing.spawn import ProcessExitedException
 
 from lightning_recsys.launchers import ForkserverLauncher
+from lightning_recsys.launchers.loopback import join_store, keep_store
 from lightning_recsys.strategies import ForkserverDDPStrategy
 
 pytestmark = [
@@ -535,14 +538,16 @@ def test_callback_when_it_has_a_state_then_it_comes_back(tmp_path):
     assert recorder.steps == 4
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="ports are held on Linux")
-def test_port_of_a_launch_then_is_rank_0_s_and_nobody_else_s():
+def test_store_of_a_launch_then_is_the_main_process_s_and_gone_with_the_launch():
     strategy = ForkserverDDPStrategy()
     strategy.cluster_environment = environment = LightningEnvironment()
-    with ForkserverLauncher(strategy)._port_held():
-        with socket.socket() as other, pytest.raises(OSError, match="already in use"):
-            other.bind(("127.0.0.1", environment.main_port))
-        store = torch.distributed.TCPStore("127.0.0.1", environment.main_port, 1, is_master=True)
-        store.set("key", "value")
-        assert store.get("key") == b"value"
-        del store
+    with ForkserverLauncher(strategy)._store_kept():
+        port = environment.main_port
+        with pytest.raises(OSError, match=rf"meet at 127.0.0.1:{port} \(MASTER_PORT, where it is set\): Address"):
+            keep_store(port)
+        first, second = (join_store(port, timeout=timedelta(seconds=20)) for _ in range(2))
+        first.set("key", "value")
+        assert second.get("key") == b"value"
+        del first, second
+    with socket.socket() as other:
+        assert other.connect_ex(("127.0.0.1", port)) == errno.ECONNREFUSED

@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
+import csv
 import math
 import os
 import signal
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
 from pytorch_lightning.callbacks import Callback, ModelCheckpoint, ProgressBar
+from pytorch_lightning.loggers import CSVLogger
 from torch.multiprocessing.spawn import ProcessExitedException
 
+from lightning_recsys.callbacks import ExamplesPerSecond
 from lightning_recsys.checkpoints import folder, read_checkpoint
-from lightning_recsys.data import CTRDataModule
+from lightning_recsys.data import CTRDataModule, SyntheticDataModule
 from lightning_recsys.data.batch import Batch
 from lightning_recsys.embeddings import EmbeddingBagCollection, EmbeddingBagConfig, SparseFeatures
+from lightning_recsys.launchers import results
 from lightning_recsys.metrics import LogLoss
+from lightning_recsys.models import WideDeep
 from lightning_recsys.optim import RowSGD
+from lightning_recsys.serving import ModelPublisher, ModelReader, list_versions
 from lightning_recsys.strategies import AsyncParameterServerStrategy, CachedRows, ShadowSyncStrategy, compose
+from lightning_recsys.tasks import CTRTask
 
 pytestmark = [
     pytest.mark.distributed,
@@ -142,9 +150,10 @@ def make_trainer(strategy, *callbacks, **options):
     )
 
 
+@pytest.mark.parametrize("dead", [1, 0])
 @pytest.mark.parametrize(("name", "accumulated"), [("async_ps", 7), ("shadowsync", 1)])
 def test_worker_when_killed_in_mid_epoch_then_the_others_train_all_examples_and_the_run_can_be_resumed(
-    tmp_path, caplog, name, accumulated
+    tmp_path, caplog, name, accumulated, dead
 ):
     """Where gradients accumulate, the dead worker has not pushed those of the batches from the 14th on.
 
@@ -158,14 +167,15 @@ def test_worker_when_killed_in_mid_epoch_then_the_others_train_all_examples_and_
     saving = ModelCheckpoint(tmp_path / "saved", filename="{epoch}", save_top_k=-1)
     model = Counts()
     strategy = make(transport="tcp", min_workers=2)
-    dies = Dies(tmp_path, batch=18)
+    dies = Dies(tmp_path, rank=dead, batch=18)
     trainer = make_trainer(strategy, saving, dies, Shown(), enable_progress_bar=True, **options)
     trainer.fit(model, NumbersModule())
     assert trainer.callback_metrics["world"] == WORLD - 1
     assert trainer.callback_metrics["shown"] == SHARE
     assert trainer.callback_metrics["seen"] == ROWS  # validation is shared out anew
     assert (trainer.callback_metrics["early"] > SHARE) == (name == "shadowsync")  # in two epochs
-    assert len([x for x in caplog.messages if "Worker 1 was ended by SIGKILL" in x and "The other 2 go on" in x]) == 1
+    said = f"Worker {dead} was ended by SIGKILL"
+    assert len([x for x in caplog.messages if said in x and "The other 2 go on" in x]) == 1
     path = tmp_path / "saved" / "epoch=0.ckpt"
     first = read_checkpoint(path)["state_dict"]["rows.embedding_bags.t.weight"].flatten() * accumulated
     assert first.min() >= 1 - 1e-4
@@ -179,14 +189,14 @@ def test_worker_when_killed_in_mid_epoch_then_the_others_train_all_examples_and_
     torch.testing.assert_close(again.counted * accumulated - first, second, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("dense", ["easgd", "servers"])
-def test_worker_with_cached_rows_when_killed_then_only_what_it_had_not_pushed_is_lost(tmp_path, dense):
+@pytest.mark.parametrize(("dense", "dead"), [("easgd", 1), ("servers", 1), ("easgd", 0)])
+def test_worker_with_cached_rows_when_killed_then_only_what_it_had_not_pushed_is_lost(tmp_path, dense, dead):
     """No id comes twice in an epoch, so a cache pushes a change where it needs the row's place for another one."""
     places = 10
     saving = ModelCheckpoint(tmp_path / "saved", filename="{epoch}", save_top_k=-1)
     rows = CachedRows(cache_rows=places, staleness=100)
     strategy = compose(dense=dense, rows=rows, transport="tcp", min_workers=2)
-    trainer = make_trainer(strategy, saving, Dies(tmp_path, batch=18))
+    trainer = make_trainer(strategy, saving, Dies(tmp_path, rank=dead, batch=18))
     trainer.fit(model := Counts(), NumbersModule())
     assert (trainer.callback_metrics["world"], trainer.callback_metrics["seen"]) == (WORLD - 1, ROWS)
     first = read_checkpoint(tmp_path / "saved" / "epoch=0.ckpt")["state_dict"]["rows.embedding_bags.t.weight"].flatten()
@@ -212,14 +222,17 @@ def test_share_when_a_schedule_follows_steps_then_is_fixed_however_slow_another_
 
 
 class DiesWhereAllMeet(Callback):
-    """Worker 2 ends in a validation, before training begins; worker 1 while it writes its share of a checkpoint."""
+    """A worker ends in a validation, before training begins; another one while it writes its share of a checkpoint."""
+
+    def __init__(self, validates: int, saves: int) -> None:
+        self.validates, self.saves = validates, saves
 
     def on_validation_batch_start(self, trainer, pl_module, batch, batch_idx, dataloader_idx=0):
-        if trainer.global_rank == 2 and trainer.sanity_checking and batch_idx == 1:
+        if trainer.global_rank == self.validates and trainer.sanity_checking and batch_idx == 1:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def on_train_epoch_start(self, trainer, pl_module):
-        if trainer.global_rank == 1 and trainer.current_epoch == 1:
+        if trainer.global_rank == self.saves and trainer.current_epoch == 1:
             folder._write = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 
     def on_validation_epoch_end(self, trainer, pl_module):
@@ -227,12 +240,15 @@ class DiesWhereAllMeet(Callback):
         assert float(pl_module.loss.compute()) == pytest.approx(math.log(2))
 
 
+@pytest.mark.parametrize(("validates", "saves"), [(2, 1), (1, 0), (0, 1)])
 @pytest.mark.parametrize("name", ["async_ps", "shadowsync"])
-def test_worker_when_killed_in_validation_or_in_a_checkpoint_then_the_others_do_it_again_without_it(tmp_path, name):
+def test_worker_when_killed_in_validation_or_in_a_checkpoint_then_the_others_do_it_again_without_it(
+    tmp_path, name, validates, saves
+):
     make = {"async_ps": AsyncParameterServerStrategy, "shadowsync": ShadowSyncStrategy}[name]
     saving = ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1)
     model = Counts()
-    trainer = make_trainer(make(), saving, DiesWhereAllMeet(), max_epochs=3)
+    trainer = make_trainer(make(), saving, DiesWhereAllMeet(validates, saves), max_epochs=3)
     trainer.fit(model, NumbersModule())
     assert trainer.callback_metrics["world"] == 1
     assert trainer.callback_metrics["seen"] == ROWS
@@ -245,7 +261,7 @@ def test_worker_when_killed_in_validation_or_in_a_checkpoint_then_the_others_do_
 
 
 class LeaderDies(Dies):
-    """The second trainer's first worker ends; whoever makes its rounds tells of them as the next epoch ends."""
+    """A trainer's first worker ends; whoever makes its rounds tells of them as the next epoch ends."""
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
@@ -264,15 +280,123 @@ class LeaderDies(Dies):
             (self.folder / f"leads-{trainer.global_rank}").write_text(told)
 
 
-def test_first_worker_of_a_trainer_when_killed_then_the_next_one_makes_its_rounds(tmp_path):
+@pytest.mark.parametrize("dead", [2, 0])
+def test_first_worker_of_a_trainer_when_killed_then_the_next_one_makes_its_rounds(tmp_path, dead):
     strategy = ShadowSyncStrategy(num_trainers=2, workers_per_trainer=2, interval=0)
-    model, trainer = Counts(), make_trainer(strategy, LeaderDies(tmp_path, rank=2), devices="auto")
+    model, trainer = Counts(), make_trainer(strategy, LeaderDies(tmp_path, rank=dead), devices="auto")
     trainer.fit(model, NumbersModule())
     assert trainer.callback_metrics["world"] == 3
     assert trainer.callback_metrics["seen"] == ROWS
-    assert sorted(path.name for path in tmp_path.glob("leads-*")) == ["leads-0", "leads-3"]
-    leads, rounds, steps = (tmp_path / "leads-3").read_text().split()
+    assert {path.name for path in tmp_path.glob("leads-*")} == {f"leads-{dead + 1}", f"leads-{2 - dead}"}
+    leads, rounds, steps = (tmp_path / f"leads-{dead + 1}").read_text().split()
     assert leads == "True"
     assert int(rounds) > 0
     assert int(steps) > 0
     assert model.counted.min() >= 2  # both epochs were trained whole
+
+
+class FirstDies(Callback):
+    """The first worker ends in the middle of the only epoch; others go on once the next one has seen it.
+
+    Args:
+        folder: For a sign that it has died.
+        where: ``training``, or ``results`` for what it does last.
+    """
+
+    def __init__(self, folder: Path, where: str = "training") -> None:
+        self.folder, self.where, self.loaded = folder, where, None
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if self.where != "training" or batch_idx != 20:
+            return
+        if trainer.global_rank == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        while not (self.folder / "seen").exists():
+            time.sleep(0.05)
+            for check in trainer.strategy.run_servers.checks if trainer.global_rank == 1 else ():
+                check()
+            if trainer.is_global_zero:
+                (self.folder / "seen").touch()
+
+    def on_train_end(self, trainer, pl_module):
+        if self.where == "results" and trainer.global_rank == 0:
+            results.torch = SimpleNamespace(save=lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+
+    def state_dict(self):
+        return {"process": os.getpid()}
+
+    def load_state_dict(self, state_dict):
+        self.loaded = state_dict["process"]
+
+
+def test_first_worker_when_killed_then_the_next_one_logs_in_the_same_file_and_saves(tmp_path, caplog):
+    """Between two meetings: there is one epoch, of which most is behind the death."""
+    logger = CSVLogger(tmp_path, flush_logs_every_n_steps=1)
+    saving = ModelCheckpoint(tmp_path / "saved")
+    trainer = make_trainer(
+        AsyncParameterServerStrategy(),
+        *(saving, FirstDies(tmp_path), ExamplesPerSecond(window_size=5, warmup_steps=1)),
+        max_epochs=1,
+        logger=logger,
+        log_every_n_steps=5,
+    )
+    trainer.fit(model := Counts(), NumbersModule())
+    assert trainer.callback_metrics["world"] == WORLD - 1
+    assert model.counted.min() >= 1
+    with (tmp_path / "lightning_logs" / "version_0" / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    logged = [int(row["step"]) for row in rows if row["eps/rank_0"]]
+    assert logged[0] < 20 < 30 < logged[-1]
+    assert [row["seen"] for row in rows if row["seen"]] == [str(float(ROWS))]
+    assert os.listdir(tmp_path / "lightning_logs") == ["version_0"]
+    assert read_checkpoint(saving.best_model_path)["epoch"] == 0
+
+
+@pytest.mark.parametrize("name", ["async_ps", "shadowsync"])
+def test_first_worker_when_killed_over_its_results_then_those_of_the_next_one_come_back(tmp_path, name):
+    make = {"async_ps": AsyncParameterServerStrategy, "shadowsync": ShadowSyncStrategy}[name]
+    trainer = make_trainer(make(), dies := FirstDies(tmp_path, where="results"), max_epochs=1)
+    trainer.fit(model := Counts(), NumbersModule())
+    assert trainer.callback_metrics["seen"] == ROWS
+    assert torch.equal(model.counted, torch.ones(ROWS))
+    assert dies.loaded not in (None, os.getpid())
+
+
+def test_first_worker_when_killed_then_the_next_one_publishes_as_the_same_run(tmp_path):
+    publisher = ModelPublisher(tmp_path / "model", every_n_steps=2, keep=100)
+    data = SyntheticDataModule(train_rows=3200, val_rows=64, batch_size=16, cardinalities=(40, 30), num_dense=2)
+    task = CTRTask(WideDeep(2, {"c0": 40, "c1": 30}, embedding_dim=4, hidden=(4,)))
+    trainer = make_trainer(
+        AsyncParameterServerStrategy(), publisher, DiesOncePublished(tmp_path, publisher), max_epochs=1, devices=2
+    )
+    trainer.fit(task, datamodule=data)
+    _, manifests = list_versions(tmp_path / "model")
+    first = int((tmp_path / "published").read_text())  # versions of the first worker
+    assert len(manifests) > first >= 1
+    assert {manifest.run for manifest in manifests} == {publisher._run}
+    examples = [manifest.position["examples"] for manifest in manifests]
+    assert examples == sorted(examples)
+    reader = ModelReader(tmp_path / "model")
+    state = task.model.state_dict()
+    for name, value in reader.model.weights.items():
+        torch.testing.assert_close(value, state[name], rtol=0, atol=0)
+
+
+class DiesOncePublished(Callback):
+    """The first worker ends when it has published, and the other one waits for that."""
+
+    def __init__(self, folder: Path, publisher: ModelPublisher) -> None:
+        self.folder, self.publisher = folder, publisher
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if batch_idx != 10:
+            return
+        told = self.folder / "published"
+        if trainer.global_rank == 0:
+            self.publisher._work.wait()
+            self.publisher._publish(trainer, batch_idx)
+            self.publisher._work.wait()
+            told.write_text(str(len(list_versions(self.folder / "model")[1])))
+            os.kill(os.getpid(), signal.SIGKILL)
+        while not told.exists():
+            time.sleep(0.01)

@@ -109,7 +109,7 @@ class Lease:
 
 
 class RunLease:
-    """The run's side: leases on some servers, each renewed by a thread of its own until they are given back.
+    """The run's side: leases on some servers, each renewed by a thread of its own until they are closed.
 
     One thread for all would wait for minutes at a server that has died, and the others' leases would end meanwhile.
 
@@ -145,6 +145,7 @@ class RunLease:
         except BaseException:
             self._done.set()
             self._give_back()
+            self._close()
             raise
         self._threads = [
             threading.Thread(target=self._renew, args=(connection,), name="lease", daemon=True)
@@ -165,13 +166,20 @@ class RunLease:
         if self._error is not None:
             raise self._error
 
-    def give_back(self) -> None:
-        """Let another run have the servers; nothing happens a second time."""
+    def close(self, *, gives_back: bool = True) -> None:
+        """Renew the leases no more; nothing happens a second time.
+
+        Args:
+            gives_back: Let another run have the servers at once, instead of leaving that to other processes of this
+                run, or to the end of the leases' time.
+        """
         if not self._done.is_set():
             self._done.set()
             for thread in self._threads:
                 thread.join()
-            self._give_back()
+            if gives_back:
+                self._give_back()
+            self._close()
 
     def _take(self, connection: Connection) -> None:
         """Wait for the lease as long as its holder may be dead."""
@@ -207,5 +215,8 @@ class RunLease:
         for connection in self._connections:
             with suppress(ServerUnreachableError, RequestRefusedError):  # it ends by itself
                 connection.request("give_back", arguments={"run": self._run})
+
+    def _close(self) -> None:
+        for connection in self._connections:
             with suppress(ServerUnreachableError, RequestRefusedError):
                 connection.close()

@@ -102,6 +102,9 @@ class ModelPublisher(LeanCallback):
     def _reset(self) -> None:
         self._part: DensePart | None = None  # the model's structure, from before a strategy changes anything in it
         self._work: _Work | None = None  # of rank 0, while it trains
+        # Of another rank that may have to publish in its place: that it does, and the batch that it has seen last.
+        self._succeeds = False
+        self._batch: Any = None
         self._due = 0  # the step, or the multiple of `every_seconds`, of the latest version
         self._model: nn.Module | None = None
         self._names: list[str] = []  # of the dense part's tensors
@@ -134,7 +137,7 @@ class ModelPublisher(LeanCallback):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Copy the model's structure before a strategy changes anything in it."""
-        if stage == "fit" and trainer.is_global_zero and hasattr(pl_module, self.module):
+        if stage == "fit" and (trainer.is_global_zero or _may_be_first(trainer)) and hasattr(pl_module, self.module):
             self._part = DensePart(getattr(pl_module, self.module))
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -151,12 +154,26 @@ class ModelPublisher(LeanCallback):
         if trainer.fast_dev_run:  # type: ignore[attr-defined]  # a trial, whose model is not to answer anybody
             return
         self._model, self._due = model, self._now(trainer)
-        if trainer.is_global_zero:
-            if self._part is None:  # made in configure_model
-                self._part = DensePart(model)
-            self._names = self._part.names
-            self._work = _Work(self, self._part)
+        self._succeeds = not trainer.is_global_zero and _may_be_first(trainer)
+        if trainer.is_global_zero or self._succeeds:
+            part = self._part or DensePart(model)  # of what was made in configure_model
+            self._part, self._names = part, part.names
+            self._work = _Work(self, part) if trainer.is_global_zero else None
         self.on_train_batch_end = self._after_batch
+
+    def _succeed(self, trainer: pl.Trainer) -> bool:
+        """Begin to publish in the place of a first worker that has died, if it has and nothing is in the way."""
+        part = self._part
+        if part is None or self._batch is None or not trainer.is_global_zero:
+            return False
+        try:
+            work = _Work(self, part)
+        except (OSError, ValueError) as error:  # such as a claim of the dead worker, which ends by itself
+            log.warning("This worker cannot publish yet in the place of the one that has died: %s", error)
+            return False
+        self._work, self._succeeds = work, False
+        work.prepare(trainer, self._collections(), self._batch)
+        return True
 
     def _now(self, trainer: pl.Trainer) -> int:
         if self.every_n_steps is not None:
@@ -175,6 +192,9 @@ class ModelPublisher(LeanCallback):
             self._examples += len(batch.dense) * _workers(trainer)
             if work.is_busy and not self._is_cut:
                 return
+        elif self._succeeds:
+            self._batch = batch
+            self._examples += len(batch.dense) * _workers(trainer)
         now = self._now(trainer)
         if self._is_cut and (now != self._due if self.every_n_steps else batch_idx % _AGREE_BATCHES == 0):
             now = trainer.strategy.broadcast(self._due if work is not None and work.is_busy else now)
@@ -183,6 +203,8 @@ class ModelPublisher(LeanCallback):
         if now == self._due:
             return
         self._due = now
+        if self._succeeds and self._succeed(trainer):
+            return
         if work is not None and not (work.is_exported or self._is_cut):
             # The process that exports was killed, or the disk was full: another one tries. What would be cut now would
             # have to wait for it, while the rows go on; the next version is cut.
@@ -221,9 +243,11 @@ class ModelPublisher(LeanCallback):
                 "examples_are": "estimated" if _is_free(trainer) else "counted",
             }
             average = averaged_copy(trainer, self.module)
+            replicas = getattr(trainer.strategy, "num_replicas", 1)
+            own = trainer.global_rank * replicas // trainer.world_size
             weights = {
-                "replica": None if batch_idx is None else 0,  # at the end all replicas have become one
-                "replicas": getattr(trainer.strategy, "num_replicas", 1),
+                "replica": None if batch_idx is None else own,  # at the end all replicas have become one
+                "replicas": replicas,
                 "average": None if average is None else average.name,
             }
             show = getattr(trainer.strategy, "show_weights", lambda: None)
@@ -249,6 +273,8 @@ class ModelPublisher(LeanCallback):
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Publish the trained model, and wait for it."""
+        if self._succeeds:
+            self._succeed(trainer)
         work = self._work
         if work is not None:
             work.wait()
@@ -448,6 +474,12 @@ def _backends(collections: Mapping[str, EmbeddingBagCollection]) -> dict[str, Ba
 def _workers(trainer: pl.Trainer) -> int:
     """How many workers see examples of their own; of a group that cuts the model by fields, all see the same."""
     return int(trainer.world_size // getattr(trainer.strategy, "group_size", 1))
+
+
+def _may_be_first(trainer: pl.Trainer) -> bool:
+    """Whether this worker publishes where all before it die, without which such a run goes on."""
+    servers = getattr(trainer.strategy, "run_servers", None)
+    return servers is not None and bool(servers.first_may_die)
 
 
 def _is_free(trainer: pl.Trainer) -> bool:

@@ -50,7 +50,8 @@ class ServedDense(DensePart):
         kinds = (str, StalenessNormalization)
         require_kind("normalization", normalization, kinds, "a rule's name or a StalenessNormalization(...)")
         self.normalization = StalenessNormalization(normalization) if isinstance(normalization, str) else normalization
-        self._saved: list[Kept] = []  # rank 0's, for the checkpoint that is made next; it outlives the run
+        # For the checkpoint that is made next; it outlives the run. Rank 0 has it, and all that may take its place.
+        self._saved: list[Kept] = []
         super().__init__()
 
     def _reset(self) -> None:
@@ -125,7 +126,7 @@ class ServedDense(DensePart):
         self._parameters.flush()
         super().settle(flush_rows, goes_on=goes_on)
         self._parameters.pull()
-        if self.strategy.is_global_zero:
+        if self.strategy.is_global_zero or self.strategy.run_servers.first_may_die:
             self._saved = self._parameters.kept()
         meet_buffers(self.strategy.task)
         self._staleness.meet({STALENESS: self._observed()}, device=self.strategy.root_device)

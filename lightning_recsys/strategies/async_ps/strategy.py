@@ -22,7 +22,7 @@ class AsyncParameterServerStrategy(ServedStrategy):
         normalization: What a stale gradient counts: a rule's name, or
             :class:`~lightning_recsys.sync.StalenessNormalization` with its numbers. The default leaves gradients alone
             up to a staleness of 1 000, so that clusters of fewer workers train as plain asynchronous SGD does.
-        min_workers: Workers other than the first may die as long as so many are left.
+        min_workers: Workers may die as long as so many are left.
         **kwargs: Further arguments of :class:`~lightning_recsys.strategies.served.ServedStrategy`; dense
             parameters are spread over ``num_embedding_servers`` as well.
 

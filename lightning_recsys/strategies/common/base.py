@@ -50,6 +50,7 @@ from lightning_recsys.strategies.common.schedules import (
 )
 from lightning_recsys.strategies.common.settings import require_kind, require_one_of, require_whole
 from lightning_recsys.strategies.common.stored_rows import dense_parameters, rows_left_out, stored_tensors
+from lightning_recsys.strategies.common.workers.living import among_the_living
 from lightning_recsys.strategies.common.workers.meeting import ending_soon, join_on_loopback
 from lightning_recsys.strategies.common.workers.ranks import check_min_workers, check_started, take_placed
 from lightning_recsys.strategies.parts import DensePart, Rows
@@ -122,6 +123,7 @@ class RecsysStrategy(DDPStrategy):
     asynchronous: bool = False
     wraps_model: bool = True
     min_workers: int = 1
+    _has_first_place: bool = False  # the workers before this one have died
     dense: DensePart
     rows: Rows
 
@@ -185,7 +187,6 @@ class RecsysStrategy(DDPStrategy):
         self.changes: RunChanges | None = None
         self.averages: AveragedCopies | None = None
         self.dealer: ShareDealer | None = None  # of this worker's part of each epoch, while it trains
-        self._num_validating = 0  # workers among whom the rows of validation are shared, while a run trains
         self._frozen: list[tuple[str, nn.Parameter]] = []  # parameters that no worker shares, while a run trains
         self._shared_buffers: list[Tensor] = []  # rank 0's at each batch, where nothing that wraps the model does it
 
@@ -292,19 +293,17 @@ class RecsysStrategy(DDPStrategy):
             return {}
         return stored_tensors(self.task, rank=self.living_rank, world_size=self.num_living)
 
-    def _share_validation(self, trainer: pl.Trainer) -> None:
-        """Before validation's loaders are asked for: where workers were lost, the others share all of its rows anew."""
-        self.barrier("who validates")
-        if self.num_living != self._num_validating:
-            self._num_validating = self.num_living
-            trainer.fit_loop.epoch_loop.val_loop._combined_loader = None  # Lightning asks for them again
-
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """Which part of the rows is this worker's, in loaders that are made from now on: one of the living."""
         if not torch.distributed.is_initialized():
             return super().distributed_sampler_kwargs
         return {"num_replicas": self.num_living, "rank": self.living_rank}
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this worker saves and logs for all: rank 0, or the first of those that live since that died."""
+        return self._has_first_place or self.global_rank == 0
 
     @property
     def living_rank(self) -> int:
@@ -382,9 +381,9 @@ class RecsysStrategy(DDPStrategy):
             _set_pg_timeout(self.patience)  # an engine that has made the group does not know it
         elif self.num_nodes == 1:
             if (place := self.run_servers.meeting_place()) is not None:
-                from lightning_recsys.strategies.common.workers.process_group import use_meetings
+                from lightning_recsys.strategies.common.workers.succession import meet_at
 
-                self._process_group_backend = use_meetings(place, cancelled=self.run_servers.is_asked_to_end)
+                self._process_group_backend = meet_at(place, self)
             join_on_loopback(self)
         else:
             with ending_soon(self):
@@ -409,10 +408,10 @@ class RecsysStrategy(DDPStrategy):
                 refuse_metrics_of_all_ranks(trainer.lightning_module)
                 self.changes.log_through(OwnValues(self).log)
             if self.run_servers.meeting_place() is not None:
-                from lightning_recsys.strategies.common.workers.process_group import among_the_living
+                from lightning_recsys.strategies.common.workers.dealing import shared_validation
 
                 self.changes.compute_metrics_by(among_the_living)
-                self.changes.before_validation_data(partial(self._share_validation, trainer))
+                self.changes.before_validation_data(shared_validation(self, trainer))
         self.bind_backends()
         self.checkpoints.load_rows()
         if trainer.state.fn == TrainerFn.FITTING and averaging_callbacks(trainer):
@@ -548,7 +547,7 @@ class RecsysStrategy(DDPStrategy):
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Give all ranks the object of rank ``src``; a rank whose run has failed keeps its own."""
-        return obj if self._has_failed else super().broadcast(obj, src)
+        return obj if self._has_failed else among_the_living(partial(super().broadcast, obj, src))
 
     def reduce(self, tensor: Tensor, group: Any | None = None, reduce_op: ReduceOp | str | None = "mean") -> Tensor:
         """Reduce over the ranks; a mean of integers is not rounded, and a rank whose run has failed keeps its own.

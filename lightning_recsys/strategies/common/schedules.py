@@ -14,6 +14,7 @@ from torchmetrics import Metric
 
 from lightning_recsys.embeddings import EmbeddingBagCollection, LocalBackend
 from lightning_recsys.embeddings.replication import num_replicas
+from lightning_recsys.strategies.common.workers.living import among_the_living
 
 
 def refuse_clocks(trainer: pl.Trainer) -> None:
@@ -119,10 +120,6 @@ def refuse_different_schedules(trainer: pl.Trainer) -> None:
     Raises:
         ValueError: they would come to such an occasion different numbers of times, or at different times.
     """
-    from lightning_recsys.strategies.common.workers.process_group import (
-        among_the_living,  # which brings what servers need
-    )
-
     own = trainer.num_training_batches
     if math.isinf(own):  # on all ranks, as Lightning asks them; nobody knows what comes
         return

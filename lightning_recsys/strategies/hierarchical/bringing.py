@@ -19,6 +19,7 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 from torch.optim import Optimizer
 
 from lightning_recsys.errors import OperatorRoomError
+from lightning_recsys.launchers.loopback import LOOPBACK
 from lightning_recsys.parameter_server.client import Connection
 from lightning_recsys.parameter_server.parts.remote_parts import RemoteParts
 from lightning_recsys.partition.fc_split import LayerSplit, split_layers
@@ -26,7 +27,6 @@ from lightning_recsys.partition.parts import Part, PartitionedModel, split
 from lightning_recsys.partition.tracing import check_traceable, trace
 from lightning_recsys.placement.operator_plans.plan import OperatorPlan
 from lightning_recsys.placement.operators import server_name
-from lightning_recsys.strategies.common.workers.meeting import LOOPBACK
 from lightning_recsys.strategies.hierarchical.cut.comparison import hold_against_whole
 from lightning_recsys.strategies.hierarchical.cut.cut_layers import CutLayers
 from lightning_recsys.strategies.hierarchical.cut.eight_bit import compute_in_eight_bits
@@ -335,7 +335,7 @@ class Bringing:
         )
 
     def _meeting_place(self, own: Connection) -> tuple[str, int] | None:
-        """Where group servers meet that average among themselves: a store that the first group's first rank keeps.
+        """Where group servers meet that average among themselves: the launcher's store, or one that rank 0 keeps.
 
         Args:
             own: Connection to a server of this group, which listens at an address of this machine.
@@ -343,6 +343,9 @@ class Bringing:
         dense = self._dense
         if dense.num_groups == 1 or dense.has_center:
             return None
+        if dense.strategy.launches:  # on this machine; its store outlives any worker
+            assert dense.strategy.cluster_environment is not None
+            return LOOPBACK, dense.strategy.cluster_environment.main_port
         if dense.strategy.is_global_zero:
             host = LOOPBACK if dense.strategy.num_nodes == 1 else urlsplit(own.endpoint).hostname or LOOPBACK
             listening = socket.create_server((host, 0))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from lightning_recsys.placement.operators import TRAINER
 from lightning_recsys.strategies.common.means import meet_buffers, take_mean
-from lightning_recsys.strategies.common.workers.process_group import living_ranks
+from lightning_recsys.strategies.common.workers.living import living_ranks
 from lightning_recsys.strategies.hierarchical.bringing import Bringing, Brought
 from lightning_recsys.strategies.hierarchical.cut.remote_forward import CutForward
 from lightning_recsys.strategies.hierarchical.cut.sample_call import forward_replaced, positional
@@ -195,11 +195,9 @@ class NetRun:
                 # Before the weights are taken, and for all that follows. A drained group does not come back meanwhile:
                 # only a net that waits has it do so.
                 self._look(waits=False)
-            brought.servers.pull_model(keep=kept)
-            if self._dense.num_groups > 1:
-                self._keep_replica()
+            self._take_replica(brought, kept)
         self._dense.strategy.barrier("no round is under way")
-        self._meet(brought)
+        self._meet(brought, kept)
         if self._is_drained and self.own_replica:  # it comes back as the others are then
             self._keep_replica()
         if self._watch is not None:
@@ -207,6 +205,11 @@ class NetRun:
         self._shows = True
         if goes_on:
             self._begin_sync(brought.servers)
+
+    def _take_replica(self, brought: Brought, kept: Collection[str]) -> None:
+        brought.servers.pull_model(keep=kept)
+        if self._dense.num_groups > 1:
+            self._keep_replica()
 
     def _keep_replica(self) -> None:
         self.own_replica = {name: x.detach().clone() for name, x in self._cut.named_parameters()}
@@ -256,7 +259,7 @@ class NetRun:
         elif not self._dense.has_center:
             servers.end_sync()
 
-    def _meet(self, brought: Brought) -> None:
+    def _meet(self, brought: Brought, kept: Collection[str]) -> None:
         """Give all ranks the mean of what the groups' first ranks have."""
         # Running values of a part on a server are its first rank's to bring, too; other ranks have them from the start.
         remote = (part.module.buffers() for part in brought.partitioned.parts if part.device != TRAINER)
@@ -266,9 +269,13 @@ class NetRun:
         buffers = [x for x in self._task.buffers() if x in served]
         # What all have alike, as callbacks set buffers, comes out of a mean in double precision with the same bits.
         for tensors, dtype in ((trained, None), (buffers, torch.float64)):
-            # Where the first rank of each group has died just now, each of the others keeps what it has.
-            if not take_mean(tensors, counts=self.leads and not self._is_drained, dtype=dtype):
-                take_mean(tensors, counts=self.leads, dtype=dtype)  # drained groups count where no others are left
+            while not (
+                take_mean(tensors, counts=self.leads and not self._is_drained, dtype=dtype)
+                or take_mean(tensors, counts=self.leads, dtype=dtype)  # drained groups count where no others are left
+            ):
+                self._elect()  # the first net of every group has died just now: the next one brings the weights
+                if self.leads:
+                    self._take_replica(brought, kept)
         meet_buffers(self._task)
 
     def pull_state(self) -> None:

@@ -35,7 +35,7 @@ class HierarchicalStrategy(ServedStrategy):
         block_momentum: BMUF's momentum; ``None`` is its default, 0.
         nesterov: BMUF's look-ahead; ``None`` is its default, off.
         num_sync_servers: Servers for the centre, where there are several groups.
-        min_workers: Nets other than the first may die as long as so many are left.
+        min_workers: Nets may die as long as so many are left.
         module: Path of the module that is cut, which has all trained parameters of the dense part and is called once in
             a training step. Default: the task's ``model``, or the task itself where it has none.
         operator_placement: Where operators are computed: a method's name, or

@@ -13,8 +13,9 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 from torch.distributed.distributed_c10d import PrefixStore
 
+from lightning_recsys.launchers.loopback import LOOPBACK
 from lightning_recsys.parameter_server.waiting import turns
-from lightning_recsys.strategies.common.workers.meeting import LOOPBACK, connect_members
+from lightning_recsys.strategies.common.workers.meeting import connect_members
 from lightning_recsys.strategies.replicas.rounds import MeanRounds
 from lightning_recsys.sync import Decision, Report, SyncAlgorithm, decide
 
@@ -24,11 +25,11 @@ GENERATION = "generation"  # the key of the number of the generation that is und
 class Council:
     """Where the first workers of all trainers agree on the next generation of their group.
 
-    Everybody writes its report of a generation into the store. Rank 0 keeps the store, and its death ends the run; so
-    it decides for all, once everybody that it expects has reported or is lost, and the others wait for what it decides.
+    Everybody writes its report of a generation into the store. The first of those that are expected, and live, decides
+    for all, once all of them have reported or are lost, and the others wait for what it decides.
 
     Args:
-        store: A store that rank 0's process keeps. Nothing else in this process may use this connection to it.
+        store: A store that the launcher's process keeps. Nothing else in this process may use this connection to it.
         rank: Rank of this worker.
         lost: The ranks that have died, as far as the launcher has noticed.
         timeout: How long to wait for trainers that are behind. Those that die are noticed at once.
@@ -49,11 +50,13 @@ class Council:
         self.generation: int | None = None  # the one under way; None before this worker was in any
 
     # What a death between two steps leaves:
-    # - before its report is written: rank 0 waits until the launcher has noticed, and decides without it;
-    # - after that: rank 0 may count it among the next members. They cannot connect to it then, or their first round
+    # - before its report is written: who decides waits until the launcher has noticed, and decides without it;
+    # - after that: it may be counted among the next members. They cannot connect to it then, or their first round
     #   fails: all of them report once more, and it is lost by then. Its report alone says nothing that the others do
-    #   not know: what it had folded in and nobody else had, nobody needs any more.
-    # Reports of a generation are there until rank 0 has decided on the next one: all that live have heard by then.
+    #   not know: what it had folded in and nobody else had, nobody needs any more;
+    # - of who decides: the next one that lives does, once the launcher has noticed, unless the decision is there. It is
+    #   written once, by one request, before the number of the generation that it begins.
+    # Reports of a generation are there until the next one is decided on: all that live have heard by then.
 
     def agree(self, *, expected: Collection[int], folded: int | None, has_stopped: bool) -> Decision:
         """Leave the generation under way together with all others; what follows, the same for everybody.
@@ -73,17 +76,30 @@ class Council:
         report = Report(self.rank, folded=folded, has_stopped=has_stopped)
         self.store.set(self._key(self.rank), json.dumps(asdict(report)))
         decided = f"{self.generation}/decided"
-        if self.rank == 0:
-            decision = decide(self._reports(expected))
-            # Who joins later reads the number, and nobody joins before all others have heard of the decision.
-            self.store.set(GENERATION, str(self.generation + 1))
-            self.store.set(decided, json.dumps(asdict(decision)))
-            self._forget(self.generation - 1, expected)
-        else:
-            self._wait(lambda _: self.store.check([decided]))
-            plain = json.loads(self.store.get(decided))
-            decision = Decision(**plain | {"members": tuple(plain["members"])})
+        dead: Collection[int] = ()
+
+        def is_over(looks: bool) -> bool:
+            """Whether there is a decision; this worker makes it where it is the first that lives."""
+            nonlocal dead
+            if self.store.check([decided]):
+                return True
+            dead = self._lost() if looks else dead
+            living = [rank for rank in sorted(expected) if rank not in dead]
+            if living[0] != self.rank or not all(self.store.check([self._key(rank)]) for rank in living):
+                return False
+            reports = [Report(**json.loads(self.store.get(self._key(rank)))) for rank in living]
+            self.store.compare_set(decided, "", json.dumps(asdict(decide(reports))))
+            return True
+
+        self._wait(is_over)
+        plain = json.loads(self.store.get(decided))
+        decision = Decision(**plain | {"members": tuple(plain["members"])})
+        # Who joins later reads the number, and nobody joins before all others have heard of the decision: any of them
+        # writes it, as the one that has decided may have died before it did.
         self.generation += 1
+        self.store.set(GENERATION, str(self.generation))
+        if decision.members[:1] == (self.rank,):
+            self._forget(self.generation - 2, expected)
         return decision
 
     def connect(self, members: Sequence[int]) -> dist.ProcessGroupGloo:
@@ -94,18 +110,6 @@ class Council:
         """
         places = PrefixStore(f"{self.generation}/group", self.store)
         return connect_members(places, members.index(self.rank), len(members), host=LOOPBACK, patience=self._timeout)
-
-    def _reports(self, expected: Collection[int]) -> list[Report]:
-        """The reports of all that are expected and live, to rank 0."""
-        dead: Collection[int] = ()
-
-        def are_here(looks: bool) -> bool:
-            nonlocal dead
-            dead = self._lost() if looks else dead
-            return all(rank in dead or self.store.check([self._key(rank)]) for rank in expected)
-
-        self._wait(are_here)
-        return [Report(**json.loads(self.store.get(self._key(x)))) for x in sorted(expected) if x not in dead]
 
     def _wait(self, is_over: Callable[[bool], bool]) -> None:
         if not any(is_over(looks) for looks in turns(self._timeout.total_seconds(), self._cancelled)):

@@ -361,7 +361,8 @@ class Replicas(DensePart):
         if run is None:
             return tensors
         if run.is_training:
-            self._saved = run.sync_state() if self.strategy.is_global_zero else None
+            saves = self.strategy.is_global_zero or self.strategy.run_servers.first_may_die
+            self._saved = run.sync_state() if saves else None
             self._saved_trainer = run.trainer_state(self.strategy.optimizers)
         tensors = {
             name: value.clone() if isinstance(value, Tensor) and run.team.replica.holds(value) else value

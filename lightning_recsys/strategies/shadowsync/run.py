@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_recsys.strategies.common.means import meet_buffers, take_mean
-from lightning_recsys.strategies.common.workers.process_group import living_ranks
+from lightning_recsys.strategies.common.workers.living import living_ranks
 from lightning_recsys.strategies.replicas.drivers import Driver, ForegroundHook
 from lightning_recsys.strategies.replicas.rounds import CENTER, CenterRounds
 from lightning_recsys.strategies.shadowsync.team import Team

@@ -35,7 +35,7 @@ class ShadowSyncStrategy(ServedStrategy):
         nesterov: BMUF's look-ahead; ``None`` is its default, off.
         num_sync_servers: Servers for the centre of ``easgd``, each with an equal part of it; 1 where there is none.
         final: What the trained model is: ``trainer0``'s replica, or the ``average`` of all.
-        min_workers: Workers other than the first may die as long as so many are left.
+        min_workers: Workers may die as long as so many are left.
         **kwargs: Further arguments of :class:`~lightning_recsys.strategies.served.ServedStrategy`, such as
             ``table_placement``.
 

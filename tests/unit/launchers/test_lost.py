@@ -98,11 +98,10 @@ def test_server_when_a_worker_that_needs_it_finishes_meanwhile_then_it_is_not_lo
     ("ranks", "answer", "says"),
     [
         (None, None, []),
-        (frozenset({0, 1}), None, ["Rank 0 needs it, without which no run goes on: begin anew, or go on from a"]),
         (frozenset({2, 3}), "They are too few.", ["They are too few."]),
         (frozenset({2, 3}), "", []),
     ],
-    ids=["all_need_it", "rank_0", "too_few", "not_training"],
+    ids=["all_need_it", "too_few", "not_training"],
 )
 def test_server_when_the_others_cannot_do_without_it_then_its_end_says_why(ranks, answer, says, ended):
     with pytest.raises(ServerLostError, match="Server group-1 was ended") as raised:

@@ -136,7 +136,7 @@ def test_renewal_when_refused_once_then_is_tried_again_until_the_server_is_anoth
     lease = RunLease(["ipc://x"], keys=None, run="a", holder="ada's")
     for thread in lease._threads:
         thread.join(timeout=30)
-    lease.give_back()
+    lease.close()
     assert not answers
     with pytest.raises(ServerInUseError, match="bob's"):
         lease.check()
@@ -169,4 +169,4 @@ def test_renewal_when_one_server_does_not_answer_then_the_others_hear_of_the_run
         assert asked["ipc://dead"] <= 2
     finally:
         gone.set()
-        lease.give_back()
+        lease.close()

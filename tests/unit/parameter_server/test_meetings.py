@@ -14,7 +14,8 @@ from lightning_recsys.parameter_server.handler import RequestHandler
 from lightning_recsys.parameter_server.meetings import MeetingPlace, Meetings, ShareDealer
 from lightning_recsys.parameter_server.messages.wire import Limits, Request, Status, decode_reply, encode_request
 from lightning_recsys.parameter_server.requests.kept import KeptBytes
-from lightning_recsys.strategies.common.workers.process_group import MeetingGroup, among_the_living
+from lightning_recsys.strategies.common.workers.living import among_the_living
+from lightning_recsys.strategies.common.workers.process_group import MeetingGroup
 from lightning_recsys.strategies.replicas.drivers import ForegroundHook
 from lightning_recsys.strategies.replicas.rounds import Rounds
 from lightning_recsys.sync import ModelAveraging, RoundSchedule
@@ -174,7 +175,7 @@ def test_what_belongs_together_when_a_worker_dies_within_it_then_all_of_it_is_of
     """A sum and the number of its summands, which the dead worker would have had in one of them only."""
     local = threading.local()
     own = SimpleNamespace(is_initialized=lambda: True, ProcessGroup=dist.ProcessGroup, group=local)
-    monkeypatch.setattr("lightning_recsys.strategies.common.workers.process_group.dist", own)
+    monkeypatch.setattr("lightning_recsys.strategies.common.workers.living.dist", own)
 
     def mean(group):
         total, count, size = torch.tensor([10.0 ** group.members[group.rank()]]), torch.tensor([1.0]), group.size()
@@ -249,6 +250,63 @@ def test_broadcast_when_its_root_dies_before_its_end_then_all_others_hear_of_the
         group.broadcast([torch.ones(7)], opts(rootRank=1))
 
     assert together(place, survivor, root, survivor, may_end=(1,)) == [(0, 2), None, (0, 2)]
+
+
+@pytest.mark.parametrize("pieces_before", [0, 1])
+def test_broadcast_when_the_first_worker_dies_before_its_end_then_the_next_one_brings_all_of_its_own(
+    place, monkeypatch, pieces_before
+):
+    monkeypatch.setattr("lightning_recsys.strategies.common.workers.process_group.CHUNK_BYTES", 16)
+
+    def survivor(group):
+        group.barrier()
+        return broadcast(group)
+
+    def broadcast(group):
+        value = torch.full((7,), float(group._meetings.rank))
+        group.broadcast([value], opts(rootRank=0))
+        return value.tolist(), group.members
+
+    def first(group):
+        group.barrier()
+        meet, pieces = group._meetings.meet, []
+
+        def some(*args, **options):
+            if len(pieces) == pieces_before:
+                place.lose(0)
+                raise SystemExit
+            pieces.append(meet(*args, **options))
+            return pieces[-1]
+
+        monkeypatch.setattr(group._meetings, "meet", some)
+        return broadcast(group)
+
+    given = together(place, first, survivor, survivor, may_end=(0,))
+    assert given == [None, ([1.0] * 7, (1, 2)), ([1.0] * 7, (1, 2))]
+
+
+@pytest.mark.parametrize("learns", ["by looking", "by meeting"])
+def test_first_worker_when_dead_then_the_next_one_takes_its_place_once_and_no_other_does(place, monkeypatch, learns):
+    monkeypatch.setattr("lightning_recsys.strategies.common.workers.process_group.LOOK_SECONDS", 0.0)
+    dead, taken = threading.Event(), []
+
+    def worker(group):
+        group._take_first_place = lambda: taken.append(group._meetings.rank)
+        group.barrier()
+        group.look_who_lives()
+        if group._meetings.rank == 0:
+            place.lose(0)
+            dead.set()
+            return
+        dead.wait(20)
+        for _ in range(2):
+            if learns == "by looking":
+                group.look_who_lives()
+            else:
+                group.barrier()
+
+    together(place, worker, worker, worker)
+    assert taken == [1]
 
 
 def test_broadcast_in_pieces_when_another_than_its_root_dies_between_two_then_the_others_have_all_of_it(
@@ -381,7 +439,7 @@ def test_leases_when_the_server_is_killed_between_them_then_each_batch_is_dealt_
 def test_leases_when_their_worker_dies_then_others_have_them_and_it_is_counted_over_the_passes(place, server, caplog):
     for rank in range(3):
         place.server.request("meet", arguments=a_meeting(rank), arrays=[torch.empty(0, dtype=torch.uint8)])
-    first, gone, other = (ShareDealer(place, rank=rank) for rank in range(3))
+    first, gone, other = (ShareDealer(place, rank=rank, tells=lambda own=rank: own == 0) for rank in range(3))
     next(iter(gone(20)))  # its first eight batches
     assert place.lose(1)
     if server == "dies":  # before anybody asks again

@@ -291,6 +291,7 @@ def test_weights_when_the_last_group_that_trains_has_died_then_those_of_drained_
     made, task, _ = net([[0.0] * 3, [1.0, 1.0, 1.0]])  # and another drained one
     made.settle(goes_on=False)
     assert values_of(task) == [5.0, 5.0]
-    made, task, _ = net([[0.0] * 3, [-9.0, -9.0, -1.0]])  # this one's first rank has died, too
+    made, task, calls = net([[0.0] * 3, [-9.0, -9.0, -1.0], [0.0] * 3, [3.0, 3.0, 1.0]])  # all first ranks have died
     made.settle(goes_on=False)
-    assert values_of(task) == [9.0, 9.0]
+    assert values_of(task) == [6.0, 6.0]  # the next ones have taken what the servers have
+    assert calls.count("pull_model") == 2

@@ -115,7 +115,7 @@ def test_net_when_it_does_not_lead_its_group_then_it_has_the_servers_begin_and_e
         begin_sync=lambda number, groups: calls.append(("begin", number, groups)),
         end_sync=lambda: calls.append(("end",)),
     )
-    monkeypatch.setattr(net_run.dist, "all_reduce", lambda tensor: None)
+    monkeypatch.setattr(net_run.dist, "all_reduce", lambda tensor: tensor.add_(1))  # of the group's first
     monkeypatch.setattr(net_run, "meet_buffers", lambda task: None)
     monkeypatch.setattr(net_run.NetRun, "_elect", lambda self: None)
     strategy = SimpleNamespace(global_rank=1, barrier=lambda name: None)

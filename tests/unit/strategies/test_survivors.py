@@ -1,7 +1,9 @@
 """Rounds of trainers, as threads of one process, of which some die at the worst moments."""
 
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -104,6 +106,35 @@ def test_rounds_when_a_member_is_dead_then_are_made_among_those_left_and_weigh_t
     assert trainers.rounds[0].exchanged_bytes - sent == 8
     assert trainers.run(0, 2, leaving=True) == [True] * 2
     assert trainers.run(0, 2) == [False] * 2  # and after a pause
+
+
+@pytest.mark.parametrize("dies", ["before it reports", "before it decides", "behind its decision"])
+def test_decision_when_who_makes_it_dies_then_the_others_hear_of_one_and_agree_again(make_trainers, dies, monkeypatch):
+    trainers = make_trainers(ModelAveraging)
+    trainers.run(0, 1, 2)
+    council = trainers.rounds[0]._council
+
+    def end(rounds):
+        if dies == "before it decides":
+            monkeypatch.setattr(council, "_wait", lambda _: (_ for _ in ()).throw(SystemExit))
+        elif dies == "behind its decision":  # and before it has written that there is another generation
+            store = SimpleNamespace(**{name: getattr(council.store, name) for name in ("check", "get", "compare_set")})
+            sets = iter([council.store.set])
+            store.set = lambda *args: next(sets)(*args)
+            monkeypatch.setattr(council, "store", store)
+        with suppress(SystemExit, StopIteration):
+            if dies != "before it reports":
+                rounds._agree(has_stopped=False)
+
+    decide = [lambda x=x: trainers.rounds[x]._agree(has_stopped=False) for x in (1, 2)]
+    first, second, _ = trainers.together(*decide, lambda: trainers.die(0, during=end))
+    assert first == second
+    assert first.members == ((0, 1, 2) if dies == "behind its decision" else (1, 2))
+    assert trainers.store.get("generation") == b"2"
+    first, second = trainers.together(*decide)
+    assert first == second
+    assert first.members == (1, 2)
+    assert trainers.store.get("generation") == b"3"
 
 
 @pytest.mark.parametrize("make", [ModelAveraging, make_bmuf], ids=["ma", "bmuf"])

@@ -21,6 +21,7 @@ from lightning_recsys.checkpoints import (
 from lightning_recsys.launchers import ForkserverLauncher
 from lightning_recsys.strategies.common.averaged_copies import copies_without_rows
 from lightning_recsys.strategies.common.stored_rows import row_keys, rows_replaced
+from lightning_recsys.strategies.common.workers.living import among_the_living
 
 if TYPE_CHECKING:
     from lightning_recsys.strategies.common.base import RecsysStrategy
@@ -50,6 +51,8 @@ class RunCheckpoints:
     def save(self, checkpoint: dict[str, Any], path: _PATH, storage_options: Any | None) -> bool:
         """Save a folder where the strategy's :attr:`saves_folders`, each rank a share of the rows.
 
+        A checkpoint of more than weights gets what the parts of the strategy keep beside weights and rows.
+
         Returns:
             Whether that is all; otherwise a file is to be saved.
 
@@ -57,6 +60,9 @@ class RunCheckpoints:
             TypeError: ``storage_options`` for a folder.
         """
         strategy = self._strategy
+        had_all = strategy.is_global_zero  # what the first worker has, and no other
+        if strategy.succeeded and had_all and "optimizer_states" in checkpoint:
+            checkpoint |= self._of_parts()
         if isinstance(strategy.launcher, ForkserverLauncher):
             # Lightning runs `on_exception` of the callbacks in the main process, and some of them save checkpoints.
             if strategy.launcher.failed:
@@ -70,15 +76,22 @@ class RunCheckpoints:
             return True
         if storage_options is not None:
             raise TypeError(f"{path} becomes a folder, which takes no storage_options, got {storage_options}.")
-        from lightning_recsys.strategies.common.workers.process_group import among_the_living
 
         def save() -> None:  # each time by those who live then, of whom each writes a share of the rows
             whole = checkpoint | {"state_dict": checkpoint["state_dict"] | strategy.stored_tensors()}
-            extras = strategy.checkpoint_extras() if "optimizer_states" in checkpoint else None  # not of weights only
+            extras = None
+            if "optimizer_states" in checkpoint:  # not of weights only
+                extras = strategy.checkpoint_extras()
+                if strategy.is_global_zero and not had_all:  # the first has died since
+                    states = [strategy.optimizer_state(optimizer) for optimizer in strategy.optimizers]
+                    whole |= {"optimizer_states": states, **self._of_parts()}
             save_folder(strategy.broadcast(str(path)), whole, extras=extras)
 
         among_the_living(save)
         return True
+
+    def _of_parts(self) -> dict[str, Any]:
+        return {**self._strategy.dense.state(), **self._strategy.rows.state()}
 
     def warn_of_lost_optimizers(self, checkpoint: Mapping[str, Any], path: _PATH) -> None:
         """After a run the main process has weights and progress; optimizers and schedulers were the workers'."""

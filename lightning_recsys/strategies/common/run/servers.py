@@ -42,7 +42,7 @@ class RunServers:
         self._strategy = strategy
         self._started: NodeServers | None = None  # by the ranks of this node, from `find` to `leave`
         self.connected: dict[str, list[Stores]] = {}  # by kind, from the first use of each to `disconnect`
-        self._lease: RunLease | None = None  # on `strategy.servers`: in rank 0, from the first use of a store on
+        self._lease: RunLease | None = None  # on `strategy.servers`, from the first use of a store on
         # Called before each step: they raise where a server is gone for good, or was lent to another run.
         self.checks: list[Callable[[], None]] = []
         self._borrows = False  # this run may use `strategy.servers`; the same on all ranks
@@ -130,6 +130,11 @@ class RunServers:
         keys = None if strategy.key_file is None else str(strategy.key_file)
         return MeetingPlace(servers[0], strategy.run_name, strategy.num_processes, keys)
 
+    @property
+    def first_may_die(self) -> bool:
+        """Whether the others go on without the first worker, so that each of them has to be able to take its place."""
+        return self.meeting_place() is not None
+
     def survive(self, trainer: pl.Trainer | None, rank: int, left: int) -> str | None:
         """In the main process: ``None`` where the others go on without a worker that died; else why they cannot."""
         strategy = self._strategy
@@ -186,9 +191,14 @@ class RunServers:
         return self.connected[kind]
 
     def _borrow(self) -> None:
-        """Take the lease on servers that outlive the run: rank 0, which is the first to change anything there."""
+        """Take the lease on servers that outlive the run: rank 0, which is the first to change anything there.
+
+        Where rank 0 may die the others hold it as well, behind rank 0, in the name of the same run.
+        """
         strategy = self._strategy
-        if strategy.servers is None or not strategy.is_global_zero or self._lease is not None:
+        if strategy.servers is None or self._lease is not None:
+            return
+        if not (strategy.is_global_zero or self.first_may_die):
             return
         from lightning_recsys.parameter_server.access.lease import RunLease
         from lightning_recsys.parameter_server.connect import client_keys
@@ -199,7 +209,7 @@ class RunServers:
         self._lease = RunLease(
             strategy.servers,
             keys=client_keys(strategy.key_file),
-            run=run_id(launched_by_others=not strategy.launches, job=job),
+            run=strategy.run_name or run_id(launched_by_others=not strategy.launches, job=job),
             holder=run_in_words(),
             cancelled=self.is_asked_to_end,
         )
@@ -228,6 +238,8 @@ class RunServers:
         Args:
             meet: The barrier of all ranks; not called after a failed run.
         """
+        if not self._strategy.is_global_zero:
+            self._close_lease()  # before the first one gives the servers back: a sign of life would take them again
         if self._strategy.succeeded and (self._started is not None or self._borrows):
             meet("servers are needed by nobody")
         self._borrows = False
@@ -235,8 +247,11 @@ class RunServers:
         if self._started is not None:
             self._started.stop()
             self._started, self._strategy.endpoints = None, {}
+        self._close_lease()
+
+    def _close_lease(self) -> None:
         if self._lease is not None:
-            self._lease.give_back()
+            self._lease.close(gives_back=self._strategy.is_global_zero)
             self._lease = None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import pytorch_lightning as pl
 import torch.distributed as dist
@@ -13,6 +14,9 @@ from lightning_recsys.data import BatchLoader
 from lightning_recsys.parameter_server.meetings import MeetingPlace, ShareDealer
 from lightning_recsys.strategies.common.look_ahead import unwrapped
 from lightning_recsys.strategies.common.run.changes import RunChanges
+
+if TYPE_CHECKING:
+    from lightning_recsys.strategies.common.base import RecsysStrategy
 
 
 def deal_shares(
@@ -46,7 +50,13 @@ def deal_shares(
         return None
     if loader.is_within_epoch:  # of a run that is resumed: the ranks go on where they were
         return None
-    dealer = ShareDealer(place, rank=trainer.global_rank, accumulated=_accumulated(trainer), cancelled=cancelled)
+    dealer = ShareDealer(
+        place,
+        rank=trainer.global_rank,
+        accumulated=_accumulated(trainer),
+        cancelled=cancelled,
+        tells=lambda: trainer.is_global_zero,
+    )
     loader.deal(dealer, rank=trainer.global_rank, num_shares=place.size)
     share = loader.share_length
     combined.limits = [math.inf]
@@ -55,6 +65,20 @@ def deal_shares(
     if trainer.current_epoch == 0 or loop.is_resuming or loop.epoch_loop.restarting:
         iter(fetcher)  # as Lightning does itself at the start of other epochs; this one has begun with a length
     return dealer
+
+
+def shared_validation(strategy: RecsysStrategy, trainer: pl.Trainer) -> Callable[[], None]:
+    """A function that all ranks call before validation's loaders are asked for: the living share all of its rows."""
+    num_validating = 0
+
+    def share() -> None:
+        nonlocal num_validating
+        strategy.barrier("who validates")
+        if strategy.num_living != num_validating:
+            num_validating = strategy.num_living
+            trainer.fit_loop.epoch_loop.val_loop._combined_loader = None  # Lightning asks for them again
+
+    return share
 
 
 def _accumulated(trainer: pl.Trainer) -> int:

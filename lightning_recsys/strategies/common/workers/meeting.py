@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -19,28 +18,10 @@ from torch._C._distributed_c10d import Store, TCPStore
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout
 
-LOOPBACK = "127.0.0.1"
+from lightning_recsys.launchers.loopback import LOOPBACK, join_store
+
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # torchrun sets it
 MEETING_TIME = timedelta(seconds=60)  # for the connections between machines, once all ranks are there
-
-
-def loopback_store(port: int, *, rank: int, world_size: int, timeout: timedelta) -> TCPStore:
-    """The store by which the ranks of one machine meet; rank 0 keeps it, and no other machine can connect to it.
-
-    Args:
-        port: Port on loopback at which the store listens.
-        rank: Rank of this process.
-        world_size: Number of ranks that will come.
-        timeout: Time that all of them have to come.
-
-    Raises:
-        OSError: somebody else listens there.
-    """
-    if rank:
-        return TCPStore(LOOPBACK, port, world_size, is_master=False, timeout=timeout)
-    listening = socket.create_server((LOOPBACK, port), backlog=max(128, 2 * world_size))  # reuses the address
-    descriptor = listening.detach()  # the store's from now on
-    return TCPStore(LOOPBACK, port, world_size, is_master=True, timeout=timeout, master_listen_fd=descriptor)
 
 
 def await_all_ranks(environment: ClusterEnvironment, patience: timedelta) -> None:
@@ -92,17 +73,12 @@ def connect_members(
 
 
 def join_on_loopback(strategy: DDPStrategy) -> None:
-    """Join the process group as ``DDPStrategy`` does, by :func:`loopback_store`: torch's own listens to everybody."""
+    """Join the process group as ``DDPStrategy`` does, by the launcher's store: torch's own listens to everybody."""
     assert strategy.cluster_environment is not None
     reset_seed()
     strategy.set_world_ranks()
     strategy._process_group_backend = strategy._get_process_group_backend()
-    store = loopback_store(
-        strategy.cluster_environment.main_port,
-        rank=strategy.global_rank,
-        world_size=strategy.world_size,
-        timeout=strategy._timeout or default_pg_timeout,
-    )
+    store = join_store(strategy.cluster_environment.main_port, timeout=strategy._timeout or default_pg_timeout)
     device = strategy.root_device if strategy.root_device.type != "cpu" else None
     options: dict[str, Any] = {"timeout": strategy._timeout, "device_id": device, "store": store}
     _init_dist_connection(strategy.cluster_environment, strategy._process_group_backend, **options)

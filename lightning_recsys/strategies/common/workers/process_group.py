@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -35,6 +36,7 @@ from lightning_recsys.parameter_server.meetings import MeetingPlace, Meetings
 
 BACKEND = "recsys_meetings"  # its name among torch's backends
 CHUNK_BYTES = 64 << 20  # of one meeting; a server's messages have a limit
+LOOK_SECONDS = 2.0  # from one look who lives to the next
 MAX_NAME = 100  # characters of a barrier's name; what a meeting is for has a limit, too
 
 T = TypeVar("T")
@@ -57,22 +59,28 @@ class MeetingGroup(dist.ProcessGroup):
     living from then on: rank 1 of the group may be worker 2. A mean is one over those whose values came. Collectives
     that gather one value of each rank cannot miss one; after a death they raise
     :class:`~lightning_recsys.errors.WorkerLostError` on all ranks unless one of the others came before. So does a
-    broadcast whose root dies before it has brought all of its tensor.
-    :func:`among_the_living` does what consists of several collectives again then.
+    broadcast whose root dies before it has brought all of its tensor, unless that is the first worker: the next one
+    takes its place, and brings its own.
+    :func:`~lightning_recsys.strategies.common.workers.living.among_the_living` does what consists of several
+    collectives again then.
 
     Tensors travel through the server, so this is for what workers seldom do together, and not for every step.
 
     Args:
         meetings: The meetings of this worker with the others.
+        take_first_place: Called once this worker is the first of those that live, where it was not from the start:
+            behind a meeting, or in :meth:`look_who_lives`.
     """
 
-    def __init__(self, meetings: Meetings) -> None:
+    def __init__(self, meetings: Meetings, *, take_first_place: Callable[[], None] = lambda: None) -> None:
         super().__init__(meetings.rank, meetings.place.size)
         self._meetings = meetings
+        self._is_first, self._take_first_place = meetings.rank == 0, take_first_place
+        self._next_look = 0.0
         self._may_miss = True  # workers that died, in barriers, broadcasts and reductions
 
     def among_the_living(self, together: Callable[[], T]) -> T:
-        """Do as :func:`among_the_living`, which asks the default group."""
+        """Do what all workers do together; see the function of this name, which asks the default group."""
         if not self._may_miss:
             return together()
         while True:
@@ -114,7 +122,7 @@ class MeetingGroup(dist.ProcessGroup):
 
     def _meet(self, kind: str, brought: Tensor, *, may_miss: bool, combine: str = "all") -> Tensor:
         try:
-            return self._meetings.meet(kind, brought, combine=combine, may_miss=may_miss)
+            met = self._meetings.meet(kind, brought, combine=combine, may_miss=may_miss)
         except RequestRefusedError as refused:
             refused.add_note(
                 "Workers that run free meet only where they stop, validate and save for the same reasons. Look for what"
@@ -122,6 +130,25 @@ class MeetingGroup(dist.ProcessGroup):
                 " callbacks that count steps, collectives in hooks."
             )
             raise
+        if self.rank() == 0:
+            self._be_first()
+        return met
+
+    def _be_first(self) -> None:
+        if not self._is_first:
+            self._is_first = True
+            self._take_first_place()
+
+    def look_who_lives(self) -> None:
+        """Between two meetings, which may be hours apart: be the first worker once all before this one have died.
+
+        The server is asked every few seconds. Members stay as they are until all meet.
+        """
+        if self._is_first or (now := time.monotonic()) < self._next_look:
+            return
+        self._next_look = now + LOOK_SECONDS
+        if self._meetings.lost() >= set(range(self._meetings.rank)):
+            self._be_first()
 
     # --- Collectives, by torch's names -------------------------------------------------------------------------------
 
@@ -155,17 +182,25 @@ class MeetingGroup(dist.ProcessGroup):
 
     def broadcast(self, tensors: Sequence[Tensor], opts: BroadcastOptions) -> Work:  # noqa: D102
         for tensor in tensors:
-            own, nothing = _bytes_of(tensor), torch.empty(0, dtype=torch.uint8)
-            root = self.members[opts.rootRank]
-            kind = f"broadcast of {tensor.numel()} from {opts.rootRank}"
-            parts = []
-            for part in _chunks(own, CHUNK_BYTES):
-                brought = part if root == self._meetings.rank else nothing
-                parts.append(self._meet(kind, brought, may_miss=self._may_miss))
-                if root not in self.members:  # the others can be missed
-                    raise WorkerLostError(root, kind)
-            _put(torch.cat(parts), tensor)
+            while not self._broadcast(tensor, opts.rootRank):
+                pass  # the first worker has died, and there is another one
         return _done(tensors)
+
+    def _broadcast(self, tensor: Tensor, root_rank: int) -> bool:
+        """Whether the root has brought all of its tensor; all ranks find the same. Any root but the first raises."""
+        own, nothing = _bytes_of(tensor), torch.empty(0, dtype=torch.uint8)
+        root = self.members[root_rank]
+        kind = f"broadcast of {tensor.numel()} from {root_rank}"
+        parts = []
+        for part in _chunks(own, CHUNK_BYTES):
+            brought = part if root == self._meetings.rank else nothing
+            parts.append(self._meet(kind, brought, may_miss=self._may_miss))
+            if root not in self.members:  # the others can be missed
+                if root_rank:
+                    raise WorkerLostError(root, kind)
+                return False
+        _put(torch.cat(parts), tensor)
+        return True
 
     def allgather(  # noqa: D102
         self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: AllgatherOptions | None = None
@@ -210,30 +245,18 @@ class MeetingGroup(dist.ProcessGroup):
         return [torch.cat(list(value)) for value in zip(*parts, strict=True)]
 
 
-def living_ranks() -> tuple[int, ...]:
-    """The workers that live, as of the last collective, by the ranks that they began with; all ranks know the same."""
-    group = dist.group.WORLD
-    return group.members if isinstance(group, MeetingGroup) else tuple(range(dist.get_world_size()))
-
-
-def among_the_living(together: Callable[[], T]) -> T:
-    """Do what all workers do together, and do it again without a worker that has died meanwhile.
-
-    Within it no collective misses anybody, so all values that belong to one result come from the same workers. Where
-    workers cannot die, or within another call of this, it is a plain call.
+def use_meetings(place: MeetingPlace, *, cancelled: Callable[[], bool], take_first_place: Callable[[], None]) -> str:
+    """Let ``torch.distributed`` make the default group of this process one that meets there; the backend's name.
 
     Args:
-        together: What all workers call at the same time; it may be called again, and be left in the middle.
+        place: The server where the workers meet.
+        cancelled: Asked while this worker waits; once ``True`` it waits a few seconds more.
+        take_first_place: As for :class:`MeetingGroup`.
     """
-    group = dist.group.WORLD if dist.is_initialized() else None
-    return group.among_the_living(together) if isinstance(group, MeetingGroup) else together()
-
-
-def use_meetings(place: MeetingPlace, *, cancelled: Callable[[], bool]) -> str:
-    """Let ``torch.distributed`` make the default group of this process one that meets there; the backend's name."""
 
     def make(_: Store, rank: int, __: int, timeout: timedelta) -> MeetingGroup:
-        return MeetingGroup(Meetings(place, rank=rank, timeout=timeout.total_seconds(), cancelled=cancelled))
+        meetings = Meetings(place, rank=rank, timeout=timeout.total_seconds(), cancelled=cancelled)
+        return MeetingGroup(meetings, take_first_place=take_first_place)
 
     dist.Backend.register_backend(BACKEND, make, devices=["cpu", "cuda"])
     return BACKEND

@@ -1,0 +1,29 @@
+"""Who lives of the workers of a run, as of their last meeting, and what all of them do together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+
+def living_ranks() -> tuple[int, ...]:
+    """The workers that live, as of the last collective, by the ranks that they began with; all ranks know the same."""
+    members: tuple[int, ...] = getattr(dist.group.WORLD, "members", tuple(range(dist.get_world_size())))
+    return members
+
+
+def among_the_living(together: Callable[[], T]) -> T:
+    """Do what all workers do together, and do it again without a worker that has died meanwhile.
+
+    Within it no collective misses anybody, so all values that belong to one result come from the same workers. Where
+    workers cannot die, or within another call of this, it is a plain call.
+
+    Args:
+        together: What all workers call at the same time; it may be called again, and be left in the middle.
+    """
+    group: Any = dist.group.WORLD if dist.is_initialized() else None  # a MeetingGroup, where workers may die
+    return group.among_the_living(together) if hasattr(group, "among_the_living") else together()
