@@ -46,7 +46,10 @@ def _import_what_is_imported_late() -> None:
 
     Half a second of a processor for each worker of each launch.
     """
-    for name in ("omegaconf", "torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks"):  # by Lightning
+    late = ["omegaconf", "torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks"]  # by Lightning
+    if "lightning_recsys.strategies.served" in sys.modules:
+        late += [f"lightning_recsys.parameter_server.{name}" for name in ("connect", "remote", "server")]
+    for name in late:
         with suppress(ImportError):
             import_module(name)
     if "numba" in sys.modules:

@@ -24,6 +24,7 @@ from lightning_recsys.runtime import process_end
 
 GRACE_SECONDS = 5.0  # for a process to end after a signal, before SIGKILL
 IN_FORK_SERVER = "lightning_recsys.launchers.in_fork_server"  # imported there and nowhere else
+OBJECT_STORES = ("adlfs", "gcsfs", "s3fs")  # which Lightning imports where they are installed, in each first worker
 NOT_KNOWN = 255  # multiprocessing's exit code of whatever the fork server started, once that is gone
 
 
@@ -123,7 +124,8 @@ def fork_server_context() -> ForkServerContext:
     """The context of this process's fork server, which will import what this process has, if it is still to start."""
     context = multiprocessing.get_context("forkserver")
     ours = sorted(module for module in sys.modules if module.partition(".")[0] == "lightning_recsys")
-    context.set_forkserver_preload(["pytorch_lightning", *ours, IN_FORK_SERVER])
+    late = [module for module in OBJECT_STORES if module in sys.modules]
+    context.set_forkserver_preload(["pytorch_lightning", *ours, *late, IN_FORK_SERVER])
     return context
 
 
