@@ -69,14 +69,13 @@ class DiesBetweenRounds(Callback):
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("options", "dead"),
     [
-        {"algorithm": "ma", "rounds": "background", "interval": 0.02},
-        {"algorithm": "bmuf", "rounds": "foreground", "gap": 3, "block_momentum": 0.5},
+        ({"algorithm": "ma", "rounds": "background", "interval": 0.02}, 0),
+        ({"algorithm": "bmuf", "rounds": "foreground", "gap": 3, "block_momentum": 0.5}, 1),
     ],
     ids=["ma-background", "bmuf-foreground"],
 )
-@pytest.mark.parametrize("dead", [1, 0])
 def test_trainer_when_killed_in_mid_epoch_then_the_others_go_on_averaging_and_train_all_examples(
     tmp_path, options, dead
 ):
