@@ -24,7 +24,16 @@ def keep_store(port: int) -> TCPStore:
     except OSError as error:
         where = f"workers cannot meet at {LOOPBACK}:{port} (MASTER_PORT, where it is set): {error.strerror}"
         raise OSError(error.errno, where) from None
-    return TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
+    # libuv would leave a handler in this process, which closes two descriptors by their numbers in whatever is forked
+    # from it, and from that, whatever these are there: not for the process of a user.
+    return TCPStore(
+        LOOPBACK,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listening.detach(),
+        use_libuv=False,
+    )
 
 
 def join_store(port: int, *, timeout: timedelta) -> TCPStore:

@@ -20,6 +20,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from lightning_fabric.plugins.environments import LightningEnvironment
+from ports import free_port
 from pytorch_lightning.callbacks import Callback, EarlyStopping, ModelCheckpoint, OnExceptionCheckpoint
 from pytorch_lightning.loggers import CSVLogger
 from torch import nn
@@ -27,6 +28,7 @@ from torch.multiprocessing.spawn import ProcessExitedException
 
 from lightning_recsys.launchers import ForkserverLauncher
 from lightning_recsys.launchers.loopback import join_store, keep_store
+from lightning_recsys.launchers.processes import fork_server_context
 from lightning_recsys.strategies import ForkserverDDPStrategy
 
 pytestmark = [
@@ -554,3 +556,43 @@ def test_store_of_a_launch_then_is_the_main_process_s_and_gone_with_the_launch()
         del first, second
     with socket.socket() as other:
         assert other.connect_ex(("127.0.0.1", port)) == errno.ECONNREFUSED
+
+
+def forked(work) -> int:
+    """The exit code of a fork of this process that does something: 0 where it returned."""
+    pid = os.fork()
+    if not pid:
+        try:
+            work()
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def close_all_and_fork():
+    """As a process does that has nothing to do with the one that it was forked from."""
+    os.closerange(3, 256)
+    pipes = [os.pipe() for _ in range(32)]
+
+    def use() -> None:
+        for begin, end in pipes:
+            os.write(end, b"x")
+            os.read(begin, 1)
+
+    if forked(use):
+        raise RuntimeError("a pipe was closed")
+
+
+def keep_store_and_fork():
+    store = keep_store(free_port())
+    code = forked(close_all_and_fork)
+    del store
+    sys.exit(code)
+
+
+def test_store_of_a_launch_when_its_process_forks_then_no_descriptor_of_others_is_closed():
+    process = fork_server_context().Process(target=keep_store_and_fork)
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
