@@ -261,6 +261,44 @@ def test_worker_when_killed_in_validation_or_in_a_checkpoint_then_the_others_do_
     assert trainer.callback_metrics["val"] == pytest.approx(math.log(2))
 
 
+class Line(pl.LightningModule):
+    """A model without tables, whose checkpoints are single files that the first worker writes."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch.labels[:, None]).sum()
+
+    def validation_step(self, batch, batch_idx):
+        return self.training_step(batch, batch_idx)
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=0.1)
+
+
+class DiesOverFile(Callback):
+    """The first worker ends as it writes the first epoch's file."""
+
+    def on_train_epoch_start(self, trainer, pl_module):
+        if trainer.global_rank == 0:
+            trainer.strategy.checkpoint_io.save_checkpoint = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_first_worker_when_killed_over_a_single_file_then_the_next_one_writes_it_with_all_that_belongs_to_it(tmp_path):
+    saving = ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1)
+    trainer = make_trainer(AsyncParameterServerStrategy(), saving, DiesOverFile())
+    trainer.fit(Line(), NumbersModule())
+    first, second = (torch.load(tmp_path / f"epoch={epoch}.ckpt", weights_only=False) for epoch in range(2))
+    assert first.keys() == second.keys()
+    assert [x["epoch"] for x in (first, second)] == [0, 1]
+    for saved in (first, second):
+        (adam,) = saved["optimizer_states"]
+        assert sorted(adam["state"]) == [0, 1]  # of the weight and the bias, which servers have while they train
+        assert all(x["exp_avg_sq"].all() for x in adam["state"].values())
+
+
 class LeaderDies(Dies):
     """A trainer's first worker ends; whoever makes its rounds tells of them as the next epoch ends."""
 

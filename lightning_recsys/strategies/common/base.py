@@ -584,7 +584,8 @@ class RecsysStrategy(DDPStrategy):
             TypeError: ``storage_options`` for a folder.
         """
         if not self.checkpoints.save(checkpoint, filepath, storage_options):
-            super().save_checkpoint(checkpoint, filepath, storage_options)
+            write = partial(super().save_checkpoint, checkpoint, filepath, storage_options)
+            self.checkpoints.write(checkpoint, write)
 
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
         """Load a file or a folder; a folder's rows wait for :meth:`bind_backends` where that brings them elsewhere."""

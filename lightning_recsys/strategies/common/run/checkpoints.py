@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -83,12 +83,34 @@ class RunCheckpoints:
             if "optimizer_states" in checkpoint:  # not of weights only
                 extras = strategy.checkpoint_extras()
                 if strategy.is_global_zero and not had_all:  # the first has died since
-                    states = [strategy.optimizer_state(optimizer) for optimizer in strategy.optimizers]
-                    whole |= {"optimizer_states": states, **self._of_parts()}
+                    whole |= self._of_first()
             save_folder(strategy.broadcast(str(path)), whole, extras=extras)
 
         among_the_living(save)
         return True
+
+    def write(self, checkpoint: dict[str, Any], write: Callable[[], None]) -> None:
+        """Save a single file, which the first worker writes; where that dies over it, the next one writes it anew.
+
+        Args:
+            checkpoint: Lightning's dict.
+            write: Writes that dict, on the first worker alone.
+        """
+        strategy = self._strategy
+        had_all = strategy.is_global_zero
+        write()
+        if not strategy.run_servers.first_may_die:
+            return
+        strategy.barrier("a checkpoint is written")
+        if strategy.is_global_zero and not had_all:
+            checkpoint |= self._of_first() if "optimizer_states" in checkpoint else {}
+            write()
+
+    def _of_first(self) -> dict[str, Any]:
+        """The entries of a checkpoint that the first worker alone has, on one that has become the first."""
+        strategy = self._strategy
+        states = [strategy.optimizer_state(optimizer) for optimizer in strategy.optimizers]
+        return {"optimizer_states": states, **self._of_parts()}
 
     def _of_parts(self) -> dict[str, Any]:
         return {**self._strategy.dense.state(), **self._strategy.rows.state()}
