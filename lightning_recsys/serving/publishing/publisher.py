@@ -171,8 +171,8 @@ class ModelPublisher(LeanCallback):
         except (OSError, ValueError) as error:  # such as a claim of the dead worker, which ends by itself
             log.warning("This worker cannot publish yet in the place of the one that has died: %s", error)
             return False
-        self._work, self._succeeds = work, False
         work.prepare(trainer, self._collections(), self._batch)
+        self._work, self._succeeds, self._batch = work, False, None
         return True
 
     def _now(self, trainer: pl.Trainer) -> int:

@@ -11,7 +11,7 @@ class ContinuingWriter(ExperimentWriter):
     """A writer of CSV that goes on with a file that is there; Lightning's own removes it.
 
     Args:
-        log_dir: The logger's folder.
+        log_dir: Folder of the run's ``metrics.csv``.
     """
 
     def _check_log_dir_exists(self) -> None:

@@ -251,7 +251,7 @@ def use_meetings(place: MeetingPlace, *, cancelled: Callable[[], bool], take_fir
     Args:
         place: The server where the workers meet.
         cancelled: Asked while this worker waits; once ``True`` it waits a few seconds more.
-        take_first_place: As for :class:`MeetingGroup`.
+        take_first_place: Called once all workers before this one have died; see :class:`MeetingGroup`.
     """
 
     def make(_: Store, rank: int, __: int, timeout: timedelta) -> MeetingGroup:
