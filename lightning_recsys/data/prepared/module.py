@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from functools import cached_property, partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,8 +17,10 @@ from lightning_recsys.data.module import CTRDataModule, Split, check_option
 from lightning_recsys.data.prepared.compatibility import check_encoding, describe_encoding
 from lightning_recsys.data.prepared.manifest import Manifest
 from lightning_recsys.data.prepared.rows import PreparedRows
-from lightning_recsys.data.prepared.service import Reader, receive_batches
+from lightning_recsys.data.prepared.service import Reader, ReaderEndedError, receive_batches
 from lightning_recsys.data.prepared.stream import PreparedSource, StreamRequest, stream_batches
+
+log = logging.getLogger(f"pytorch_lightning.{__name__}")  # which has a handler in worker processes, too
 
 _SPLITS: dict[str | None, tuple[Split, ...]] = {
     "fit": ("train", "validation"),
@@ -63,6 +67,7 @@ class PreparedReader(CTRDataModule):
         self.reader = reader
         self.prefetch_batches = prefetch_batches
         self._rows: dict[Split, PreparedRows] = {}
+        self._without_reader: set[Path] = set()  # folders whose reader has ended
         self._readers: dict[Path, Reader] = {}  # the processes that this rank has started, by the folder they read
         self._addresses: dict[Path, str] = {}  # and where those of this machine listen
         self._compared: set[tuple[Path, Split]] = set()  # of which splits all ranks have the same rows
@@ -103,9 +108,22 @@ class PreparedReader(CTRDataModule):
         return split
 
     def _stream(self, root: Path, rows: PreparedRows, request: StreamRequest) -> Iterator[Batch]:
-        if self.reader == "local":
+        if self.reader == "local" or root in self._without_reader:
             return stream_batches(request, rows, ahead=self.prefetch_batches)
-        return receive_batches(self._addresses[root], request, slots=self.prefetch_batches)
+        return self._shared_stream(root, rows, request)
+
+    def _shared_stream(self, root: Path, rows: PreparedRows, request: StreamRequest) -> Iterator[Batch]:
+        """The batches that the machine's reader makes; where it ends early this worker makes the rest."""
+        served = 0
+        try:
+            for batch in receive_batches(self._addresses[root], request, slots=self.prefetch_batches):
+                served += 1
+                yield batch
+        except ReaderEndedError as error:
+            if root not in self._without_reader:
+                self._without_reader.add(root)
+                log.warning("%s This worker reads %s by itself from now on.", error, root)
+            yield from islice(stream_batches(request, rows, ahead=self.prefetch_batches), served, None)
 
     def _compare(self, root: Path, manifest: Manifest, place: Split) -> None:
         """Refuse ranks whose machines have prepared other rows: each would take its share of other ones.
@@ -134,11 +152,16 @@ class PreparedReader(CTRDataModule):
         self._compared.add((root, place))
 
     def _connect(self, root: Path) -> None:
-        """Agree on the reader process of this machine: the first rank on it starts one, the others are told."""
+        """Agree on the reader process of this machine: the first rank on it starts one, the others are told.
+
+        A rank that is alone, as one that takes a dead worker's place is at first, starts its own.
+        """
         if self.reader == "local" or root in self._addresses:
             return
         address = None
-        if self.trainer is None or self.trainer.local_rank == 0:
+        group = torch.distributed
+        is_alone = group.is_available() and group.is_initialized() and group.get_world_size() == 1
+        if self.trainer is None or self.trainer.local_rank == 0 or is_alone:
             self._readers[root] = Reader(root)
             address = self._readers[root].address
         if torch.distributed.is_available() and torch.distributed.is_initialized() and self.trainer is not None:

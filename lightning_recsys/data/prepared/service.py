@@ -50,6 +50,10 @@ _PROGRAM = "from lightning_recsys.data.prepared.service import main; main()"
 _WINDOWS = 3  # of an epoch that are held in memory: workers need not be in step
 
 
+class ReaderEndedError(RuntimeError):
+    """The reader process of this machine is gone; it was killed, or its owner was, and another worker ended before."""
+
+
 class Reader:
     """The reader process, from its owner's side.
 
@@ -101,16 +105,15 @@ def receive_batches(address: str, request: StreamRequest, *, slots: int) -> Iter
 
     Raises:
         ValueError: the reader found a damaged shard.
-        RuntimeError: the reader has ended.
+        ReaderEndedError: the reader has ended.
     """
     try:
         with _own_connection(address) as connection:
             _tell(connection, "request", slots=slots, request=asdict(request))
             yield from _receive(connection)
     except (ConnectionError, EOFError) as error:
-        raise RuntimeError(
-            "the reader process (data.reader=shared) has ended: it was killed, or the worker that owns it ended "
-            "early. Its own output says more."
+        raise ReaderEndedError(
+            "the reader process (data.reader=shared) has ended: it was killed, or the worker that owns it ended early."
         ) from error
 
 
