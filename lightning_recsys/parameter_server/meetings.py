@@ -62,6 +62,77 @@ class MeetingPlace:
             return frozenset(connection.request("lost", arguments={"run": self.run, "size": self.size}).value)
 
 
+@dataclass(frozen=True)
+class Joined:
+    """How a run stands that another process has joined in the place of a dead worker.
+
+    Args:
+        meeting: Number of the last meeting.
+        members: The ranks that take part from the next one on, this one behind the others.
+        number: Number of the pass through the data that is under way; see :class:`ShareDealer`.
+    """
+
+    meeting: int
+    members: tuple[int, ...]
+    number: int
+
+
+class WaitingPlace:
+    """A process that is to take the place of a dead worker, until it takes part in the run.
+
+    Args:
+        place: The server where the workers of the run meet.
+        rank: Rank of the worker that died.
+        cancelled: Asked while it waits; once ``True`` it waits a few seconds more.
+    """
+
+    def __init__(self, place: MeetingPlace, *, rank: int, cancelled: Callable[[], bool] = lambda: False) -> None:
+        self.place, self.rank, self._cancelled = place, rank, cancelled
+        self._connection = place.connect(cancelled)
+
+    def wait_for_state(self) -> int:
+        """Return when the first worker has left what it knows of the run: the number of the meeting before.
+
+        Raises:
+            TimeoutError: this process was asked to end.
+        """
+        for _ in turns(cancelled=self._cancelled):
+            if (number := self._ask("wait_to_join").value) >= 0:
+                return int(number)
+        raise TimeoutError(f"worker {self.rank}, which was to take the place of one that died, was asked to end.")
+
+    def join(self, meeting: int) -> Joined | None:
+        """Take part; ``None`` where another meeting has been since, or there is nothing to train in this pass."""
+        state, *numbers = self._ask("join", number=meeting).arrays[0].tolist()
+        return Joined(numbers[0], tuple(numbers[2:]), numbers[1]) if state == OVER else None
+
+    def _ask(self, operation: str, **arguments: int) -> Reply:
+        common = {"run": self.place.run, "size": self.place.size, "rank": self.rank}
+        return self._connection.request(operation, arguments={**common, **arguments})
+
+    def close(self) -> None:
+        """Wait no more."""
+        self._connection.close()
+
+
+class Alone:
+    """Meetings with nobody, in the place of :class:`Meetings` where a worker has not joined the others.
+
+    Args:
+        rank: Rank of this worker in the run.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.members = rank, (rank,)
+
+    def meet(self, kind: str, brought: Tensor, *, combine: str = "all", may_miss: bool = True) -> Tensor:
+        """Get back what was brought."""
+        return brought
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
 class Meetings:
     """The meetings of one worker with all the others that live.
 
@@ -70,19 +141,27 @@ class Meetings:
         rank: Rank of this worker in the run.
         timeout: Seconds to wait for the other workers.
         cancelled: Asked while it waits; once ``True`` it waits a few seconds more.
+        joined: How the run stands, for a worker that has joined it; ``None`` for one that was there from the start.
 
     Attributes:
-        members: The ranks that take part, as of the last meeting; the same for all of them.
+        members: The ranks that take part, as of the last meeting; the same for all of them, but for those that have
+            joined since.
     """
 
     def __init__(
-        self, place: MeetingPlace, *, rank: int, timeout: float, cancelled: Callable[[], bool] = lambda: False
+        self,
+        place: MeetingPlace,
+        *,
+        rank: int,
+        timeout: float,
+        cancelled: Callable[[], bool] = lambda: False,
+        joined: Joined | None = None,
     ) -> None:
         self.place, self.rank = place, rank
-        self.members: tuple[int, ...] = tuple(range(place.size))
+        self.members: tuple[int, ...] = tuple(range(place.size)) if joined is None else joined.members
         self._timeout, self._cancelled = timeout, cancelled
         self._connection = place.connect(cancelled)
-        self._number = 0  # of the last meeting
+        self._number = 0 if joined is None else joined.meeting  # of the last meeting
 
     def meet(self, kind: str, brought: Tensor, *, combine: str = "all", may_miss: bool = True) -> Tensor:
         """Wait for all the others; what they have brought, in the order of their ranks, or what was made of it.
@@ -117,10 +196,16 @@ class Meetings:
             sends = state == SEND
         raise TimeoutError(f"worker {self.rank} waited for the others at {kind!r}, and they did not come.")
 
-    def lost(self) -> frozenset[int]:
-        """The workers that have died, as far as the launcher has noticed."""
+    def look(self) -> tuple[int, tuple[int, ...]]:
+        """The first worker that lives, as far as the launcher has noticed, and those that wait to join."""
         arguments = {"run": self.place.run, "size": self.place.size}
-        return frozenset(self._connection.request("lost", arguments=arguments).value)
+        first, *waiting = self._connection.request("look", arguments=arguments).value
+        return first, tuple(waiting)
+
+    def leave_state(self) -> None:
+        """Tell those that wait to join that what they need is there, from behind the last meeting."""
+        arguments = {"run": self.place.run, "size": self.place.size, "rank": self.rank, "number": self._number}
+        self._connection.request("leave_state", arguments=arguments)
 
     def close(self) -> None:
         """Meet nobody any more."""
@@ -136,6 +221,7 @@ class ShareDealer:
         accumulated: Batches whose gradients make one update.
         cancelled: Asked while it waits for other workers; once ``True`` it waits no longer.
         tells: Whether this worker logs for all.
+        passes: Passes that were begun before; the next one has the number behind it.
 
     Attributes:
         in_flight: Batches that this worker was given last and may not have trained.
@@ -153,6 +239,7 @@ class ShareDealer:
         accumulated: int = 1,
         cancelled: Callable[[], bool] = lambda: False,
         tells: Callable[[], bool] = lambda: False,
+        passes: int = 0,
     ) -> None:
         self._place, self._rank, self._cancelled, self._tells = place, rank, cancelled, tells
         self._connection = place.connect(cancelled)
@@ -160,7 +247,7 @@ class ShareDealer:
         self.dealt_again = 0
         self.pauses: Callable[[], bool] = lambda: False
         self.while_waiting: Callable[[], AbstractContextManager[Callable[[], None]]] = lambda: nullcontext(lambda: None)
-        self._pass = 0  # number of the pass that is under way
+        self._pass = passes  # number of the pass that is under way
 
     def __call__(self, num_batches: int) -> Iterator[Lease]:
         """The leases of a new pass, in which every worker has a share of so many batches.

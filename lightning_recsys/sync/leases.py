@@ -100,6 +100,9 @@ first=1, last=2))
             self._idle.add(worker)
             self._refuse_to_wait_for_the_dead()
             return None
+        return self._give(worker, found)
+
+    def _give(self, worker: int, found: tuple[int, int, int]) -> Lease:
         self._idle.discard(worker)
         lease = Lease(self._next_number, *found)
         self._next_number += 1
@@ -163,6 +166,22 @@ first=1, last=2))
             self._idle.discard(worker)
             self._returned += self._out[worker]
             self._out[worker] = []
+
+    def join(self, worker: int) -> bool:
+        """Give another process in the place of a worker that was lost its first lease, which it will ask for.
+
+        Returns:
+            Whether there was one. Where not, it stays lost: who trains nothing does not come to the epoch's end.
+        """
+        if worker not in self._lost:
+            return True
+        self._lost.discard(worker)
+        if (found := self._find(worker)) is None:
+            self._lost.add(worker)
+            return False
+        self._pausing.discard(worker)
+        self._give(worker, found)
+        return True
 
     @property
     def is_dealt_out(self) -> bool:

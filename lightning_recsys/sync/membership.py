@@ -12,7 +12,8 @@ class Met:
 
     Args:
         number: Number of the meeting, from 1.
-        present: The ranks whose contributions count, in rising order. One that came and died later is among them.
+        present: The ranks whose contributions count, in the order of members. One that came and died later is among
+            them.
         members: The ranks that take part from now on: those that were present, or all as before where it failed. So
             whoever divides a sum by their number divides by that of its summands.
         missing: The rank that was lost where nobody may be missing; ``None`` where the meeting succeeded.
@@ -33,11 +34,16 @@ class Membership:
     cannot: who gathers one value of each member has made room for so many. Such a meeting fails for all members alike,
     and they may meet anew.
 
+    Another process may take the place of a worker that died. It takes part from the meeting that is under way on,
+    behind all others, so that whoever is the first stays it; they learn of it there.
+
     Args:
         size: Number of ranks at the start.
 
     Attributes:
-        members: The ranks that take part, as of the last meeting.
+        members: The ranks that take part, as of the last meeting: those of the start in rising order, then those that
+            have joined since.
+        joined: The ranks that have joined since the last meeting.
         lost: The ranks that have died.
         last: The last meeting that is over; ``None`` before the first.
 
@@ -52,6 +58,7 @@ class Membership:
             raise ValueError(f"a run has at least 1 worker, got {size}.")
         self.size = size
         self.members: tuple[int, ...] = tuple(range(size))
+        self.joined: tuple[int, ...] = ()
         self.lost: set[int] = set()
         self.last: Met | None = None
         self._kind = ""  # of the meeting that is under way, and whether it may miss members
@@ -63,9 +70,19 @@ class Membership:
         """The number of the meeting that is under way, or comes next."""
         return 1 if self.last is None else self.last.number + 1
 
-    def restore(self, last: Met, lost: Sequence[int]) -> None:
+    @property
+    def expected(self) -> tuple[int, ...]:
+        """The ranks that take part in the meeting under way, in the order in which one after another is the first."""
+        return (*(rank for rank in self.members if rank not in self.joined), *self.joined)
+
+    @property
+    def first(self) -> int | None:
+        """The first of those that live; ``None`` where nobody does."""
+        return next((rank for rank in self.expected if rank not in self.lost), None)
+
+    def restore(self, last: Met, lost: Sequence[int], joined: Sequence[int] = ()) -> None:
         """Go on after a meeting that another object like this has seen the end of."""
-        self.last, self.members, self.lost = last, last.members, set(lost)
+        self.last, self.members, self.lost, self.joined = last, last.members, set(lost), tuple(joined)
 
     def lose(self, rank: int) -> bool:
         """A worker has died.
@@ -77,6 +94,12 @@ class Membership:
             return False
         self.lost.add(rank)
         return True
+
+    def join(self, rank: int) -> None:
+        """Another process is to take part in the place of a worker that died."""
+        self.lost.discard(rank)
+        self._here.discard(rank)
+        self.joined = (*(x for x in self.joined if x != rank), rank)
 
     def come(self, rank: int, number: int, kind: str, *, may_miss: bool) -> None:
         """A worker has come to a meeting; it may say so again.
@@ -90,7 +113,7 @@ class Membership:
         Raises:
             ValueError: the worker was lost, or is at another meeting than the others.
         """
-        if rank not in self.members or rank in self.lost:
+        if rank not in self.expected or rank in self.lost:
             raise ValueError(f"worker {rank} is no member of this run: it was taken for dead, or never belonged to it")
         if self.last is not None and number == self.last.number:
             return
@@ -111,16 +134,17 @@ class Membership:
 
     def met(self) -> Met | None:
         """How the meeting that is under way ends, as everybody is there; ``None`` while some are missing."""
-        missing = [rank for rank in self.members if rank not in self._here]
+        expected = self.expected
+        missing = [rank for rank in expected if rank not in self._here]
         if not self._here or any(rank not in self.lost for rank in missing):
             return None
         if self._may_miss:
-            present = tuple(sorted(self._here))
+            present = tuple(rank for rank in expected if rank in self._here)
             return Met(self.number, present, present)
         failed = missing[0] if missing else None
-        return Met(self.number, () if missing else self.members, self.members, failed)
+        return Met(self.number, () if missing else expected, expected, failed)
 
     def end(self, met: Met) -> None:
         """The meeting that is under way is over, as :meth:`met` said."""
-        self.last, self.members = met, met.members
+        self.last, self.members, self.joined = met, met.members, ()
         self._here = set()

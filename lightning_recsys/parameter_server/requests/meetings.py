@@ -55,6 +55,9 @@ class _Run:
         result: The bytes that the last meeting gave, uint8; ``None`` where an earlier server could not keep them.
         leases: Shares of the pass through the data that is under way, once a worker has asked for one.
         number: Number of the pass through the data that ``leases`` belongs to.
+        waiting: The ranks of processes that are to take the places of dead workers, and do not take part yet.
+        state: The worker that has left for them what it knows of the run, and the number of the meeting behind which
+            it did so, within a pass through the data; ``None`` where nobody has.
     """
 
     membership: Membership
@@ -64,6 +67,14 @@ class _Run:
     result: Tensor | None = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
     leases: ShardLeases | None = None
     number: int = 0
+    waiting: set[int] = field(default_factory=set)
+    state: tuple[int, int] | None = None
+
+    def meeting_of_state(self) -> int | None:
+        """The number of the last meeting, where what was left for those that join is from behind it."""
+        last = self.membership.last
+        is_there = self.state is not None and last is not None and self.state[1] == last.number
+        return last.number if is_there and last is not None else None
 
 
 class MeetingRequests:
@@ -84,6 +95,10 @@ class MeetingRequests:
                 "meet": self._meet,
                 "lose": self._lose,
                 "lost": self._tell_lost,
+                "look": self._look,
+                "wait_to_join": self._wait_to_join,
+                "leave_state": self._leave_state,
+                "join": self._join,
                 "take_share": self._take,
                 "finish_share": self._finish,
             }
@@ -140,6 +155,9 @@ class MeetingRequests:
         if known.membership.last is None:
             return False
         known.membership.lose(rank)
+        known.waiting.discard(rank)
+        if known.state is not None and known.state[0] == rank:
+            known.state = None  # who joins by it would find nobody that has become the first yet
         if known.leases is not None:
             known.leases.lose(rank)
         _keep(known, known.membership.last, known.result)
@@ -149,6 +167,63 @@ class MeetingRequests:
         """The workers that have died."""
         run, size = take_plain(request, run=str, size=int)
         return sorted(self._run(run, size).membership.lost)
+
+    # A process that takes the place of a dead worker says that it waits. The first worker hears of it (`look`) between
+    # two steps of a pass through the data, and leaves a file for it, with the number of the last meeting. As long as no
+    # other meeting ends, every member is within that pass, or waits at its end: there the process can join, if there is
+    # a lease for it. Leases are written before members are. A server that is killed between the two leaves a lease of
+    # one that is still dead, whose batches go to the others; one that is killed behind both answers the second question
+    # as it would have answered the first.
+
+    def _look(self, request: Request) -> object:
+        """The first worker that lives, -1 for none; then those that wait to join."""
+        run, size = take_plain(request, run=str, size=int)
+        known = self._run(run, size)
+        first = known.membership.first
+        return [-1 if first is None else first, *sorted(known.waiting)]
+
+    def _wait_to_join(self, request: Request) -> object:
+        """Wait for the state of the run: the number of the meeting that it belongs to, -1 where there is none yet."""
+        run, size, rank = take_plain(request, run=str, size=int, rank=int)
+        known = self._run(run, size)
+        _check_rank(rank, size)
+        if rank not in known.membership.lost:
+            raise ValueError(f"worker {rank} lives: nobody can take its place")
+        known.waiting.add(rank)
+        number = known.meeting_of_state()
+        return -1 if number is None else number
+
+    def _leave_state(self, request: Request) -> object:
+        """A worker has left what those need that join behind this meeting."""
+        run, size, rank, number = take_plain(request, run=str, size=int, rank=int, number=int)
+        known = self._run(run, size)
+        _check_rank(rank, size)
+        if rank not in known.membership.lost:
+            known.state = rank, number
+        return None
+
+    def _join(self, request: Request) -> object:
+        """Take part: ``[OVER, the last meeting, the pass, members ...]``; ``[WAIT]`` where that cannot be yet."""
+        run, size, rank, number = take_plain(request, run=str, size=int, rank=int, number=int)
+        known = self._run(run, size)
+        _check_rank(rank, size)
+        membership, last = known.membership, known.membership.last
+        if last is None or last.number != number or known.leases is None:
+            return _answer(WAIT)
+        if rank in membership.lost:
+            if known.meeting_of_state() != number:
+                return _answer(WAIT)
+            with _leases_kept(known):
+                has_lease = known.leases.join(rank)
+            if not has_lease:
+                return _answer(WAIT)
+            membership.join(rank)
+            known.brought.pop(rank, None)
+            known.waiting.discard(rank)
+            _keep(known, last, known.result)
+        elif rank not in membership.joined:
+            raise ValueError(f"worker {rank} lives: nobody can take its place")
+        return _answer(OVER, number, known.number, *membership.expected)
 
     def _take(self, request: Request) -> object:
         """A worker's next lease in a pass through the data: ``[SEND, number, owner, first, last]``, or how it stands.
@@ -217,7 +292,7 @@ class MeetingRequests:
                 key: tuple(value) if isinstance(value, list) else value for key, value in plain["last"].items()
             }
             known.membership = Membership(plain["size"])
-            known.membership.restore(Met(**last), plain["lost"])
+            known.membership.restore(Met(**last), plain["lost"], plain.get("joined", ()))
             if not plain.get("has_result", True):
                 known.result = None
             elif result:
@@ -235,7 +310,9 @@ def _keep(known: _Run, last: Met, result: Tensor | None) -> None:
     Raises:
         OSError: there is no room for either.
     """
-    head = {"size": known.membership.size, "lost": sorted(known.membership.lost), "last": asdict(last)}
+    membership = known.membership
+    joined = {"joined": membership.joined} if last is membership.last and membership.joined else {}
+    head = {"size": membership.size, "lost": sorted(membership.lost), "last": asdict(last), **joined}
     if result is not None:
         try:
             known.kept.write(json.dumps(head).encode() + b"\n", result.numpy().tobytes())

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from lightning_recsys.errors import RequestRefusedError, WorkerLostError
 from lightning_recsys.parameter_server.handler import RequestHandler
-from lightning_recsys.parameter_server.meetings import MeetingPlace, Meetings, ShareDealer
+from lightning_recsys.parameter_server.meetings import Joined, MeetingPlace, Meetings, ShareDealer, WaitingPlace
 from lightning_recsys.parameter_server.messages.wire import Limits, Request, Status, decode_reply, encode_request
 from lightning_recsys.parameter_server.requests.kept import KeptBytes
 from lightning_recsys.strategies.common.workers.living import among_the_living
@@ -74,7 +74,7 @@ def together(place, *functions, ranks=(0, 1, 2), timeout=20.0, may_end=()):
     given = {}
 
     def run(rank, function):
-        group = MeetingGroup(Meetings(place, rank=rank, timeout=timeout))
+        group = MeetingGroup(Meetings(place, rank=rank, timeout=timeout), size=3)
         try:
             given[rank] = function(group)
         except SystemExit:
@@ -499,6 +499,9 @@ def a_meeting(rank):
         ("meet", {"kind": "x" * 300}, "at most 200"),
         ("take_share", {"rank": 7}, "rank must be from 0 to 2"),
         ("lose", {"rank": "1"}, "rank must be int"),
+        ("leave_state", {"rank": 3}, "rank must be from 0 to 2"),
+        ("leave_state", {"number": 1.0}, "number must be int"),
+        ("look", {"more": 1}, "takes the arguments"),
     ],
 )
 def test_request_when_it_is_odd_then_it_is_refused_and_the_next_is_served(place, operation, arguments, message):
@@ -506,9 +509,86 @@ def test_request_when_it_is_odd_then_it_is_refused_and_the_next_is_served(place,
         "meet": a_meeting(0),
         "take_share": {"rank": 0, "number": 1, "shard": 4, "lease": 2, "latest": 0},
         "lose": {"rank": 1},
+        "leave_state": {"rank": 0, "number": 1},
+        "look": {},
     }[operation]
     brought = [torch.empty(0, dtype=torch.uint8)] if operation == "meet" else []
     common = {"run": "run1", "size": 3}
     with pytest.raises(RequestRefusedError, match=message):
         place.server.request(operation, arguments={**common, **usual, **arguments}, arrays=brought)
     place.server.request(operation, arguments={**common, **usual}, arrays=brought)
+
+
+def test_place_when_another_process_joins_then_all_meet_with_it_whatever_is_killed_between(place):
+    """The server is started anew behind each request; it forgets who waits, and nothing else."""
+    waiting = WaitingPlace(place, rank=0)
+    others = [Meetings(place, rank=rank, timeout=20.0) for rank in range(3)]
+    dealers = [iter(ShareDealer(place, rank=rank)(20)) for rank in range(3)]
+
+    def meet(*meetings):
+        threads = [threading.Thread(target=x.meet, args=("barrier", torch.tensor([x.rank]).byte())) for x in meetings]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    def ask(operation, **arguments):
+        return place.server.request(operation, arguments={"run": "run1", "size": 3, **arguments})
+
+    with pytest.raises(RequestRefusedError, match="worker 0 lives: nobody can take its place"):
+        waiting.wait_for_state()
+    meet(*others)
+    leases = [next(dealer) for dealer in dealers]
+    with pytest.raises(RequestRefusedError, match="worker 1 lives: nobody can take its place"):
+        ask("join", rank=1, number=1)
+    assert place.lose(0)
+    place.server.restart()
+    assert others[1].look() == (1, ())
+    assert ask("wait_to_join", rank=0).value == -1
+    assert others[1].look() == (1, (0,))
+    assert waiting.join(1) is None  # nobody has left anything for it
+    others[1].leave_state()
+    assert ask("wait_to_join", rank=0).value == 1
+    place.server.restart()
+    assert waiting.join(1) is None  # forgotten
+    others[2].leave_state()
+    place.lose(2)  # which has left it: whoever is the first now may not know that it is
+    assert waiting.join(1) is None
+    others[1].leave_state()
+    joined = waiting.join(1)
+    place.server.restart()
+    assert joined == waiting.join(1) == Joined(meeting=1, members=(1, 2, 0), number=1)  # the answer was lost
+    assert others[1].look() == (1, ())
+    new = Meetings(place, rank=0, timeout=20.0, joined=joined)
+    share = iter(ShareDealer(place, rank=0, passes=joined.number - 1)(20))
+    lease = next(share)
+    assert (lease.owner, lease.first) == (0, leases[0].last)  # its share goes on
+    place.server.restart()
+    meet(new, others[1])
+    assert new.members == others[1].members == (1, 0)  # worker 2 has died as well
+    with pytest.raises(RequestRefusedError, match="worker 0 lives: nobody can take its place"):
+        ask("wait_to_join", rank=0)
+
+
+def test_place_when_the_pass_is_over_or_another_meeting_was_then_nobody_joins_yet(place):
+    waiting, first = WaitingPlace(place, rank=1), Meetings(place, rank=0, timeout=20.0)
+    size = {"run": "run1", "size": 3}
+    for rank in (1, 2, 0):
+        brought = [torch.zeros(1, dtype=torch.uint8)]
+        place.server.request("meet", arguments=a_meeting(rank), arrays=brought)
+    first._number = 1
+    assert waiting.join(1) is None  # no pass has begun
+    leases = [iter(ShareDealer(place, rank=rank)(4)) for rank in (0, 2)]
+    for dealer in leases:
+        next(dealer)
+    place.lose(1)
+    first.leave_state()
+    taken = [next(dealer, None) for dealer in leases[:1]]
+    assert taken[0].owner == 1
+    assert waiting.join(1) is None  # nothing is left for it in this pass
+    assert place.lost() == {1}
+    place.lose(2)
+    arguments = {**size, "rank": 0, "number": 2, "kind": "barrier all", "may_miss": True, "combine": "all"}
+    place.server.request("meet", arguments=arguments, arrays=[torch.zeros(1, dtype=torch.uint8)])
+    assert waiting.join(1) is None  # what was left is from before the last meeting
+    assert place.server.request("wait_to_join", arguments={**size, "rank": 1}).value == -1

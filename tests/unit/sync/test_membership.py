@@ -69,18 +69,45 @@ def test_worker_when_it_is_elsewhere_then_both_places_are_named():
         Membership(0)
 
 
+def test_place_when_another_process_joins_then_it_comes_to_the_meeting_under_way_and_is_behind_all_others():
+    membership = Membership(3)
+    for rank in range(3):
+        membership.come(rank, 1, "barrier", may_miss=True)
+    over(membership)
+    membership.come(0, 2, "barrier", may_miss=True)
+    membership.lose(0)  # after it came
+    assert (membership.first, membership.members) == (1, (0, 1, 2))
+    membership.join(0)
+    assert (membership.first, membership.members, membership.expected) == (1, (0, 1, 2), (1, 2, 0))
+    for rank in (1, 2):
+        membership.come(rank, 2, "barrier", may_miss=True)
+    assert membership.met() is None  # what the dead one had brought is not the new one's
+    membership.come(0, 2, "barrier", may_miss=True)
+    assert over(membership) == Met(2, (1, 2, 0), (1, 2, 0))
+    membership.lose(1)
+    assert membership.first == 2
+
+
 @pytest.mark.parametrize("seed", range(15))
 def test_members_when_workers_come_and_die_in_any_order_then_all_living_hear_of_the_same_meetings(seed):
+    """Others may take the places of those that died, where some of the rest have not heard of the last meeting yet."""
     chance = random.Random(seed)
     size = chance.randint(2, 6)
     membership = Membership(size)
     numbers, heard, alive = [0] * size, [[] for _ in range(size)], set(range(size))
-    waiting = set()
+    waiting, lasting = set(), set(range(size))
     for _ in range(400):
         if chance.random() < 0.02 and len(alive) > 1:
             dead = chance.choice(sorted(alive - {0}))
             membership.lose(dead)
             alive.discard(dead)
+            lasting.discard(dead)
+        if chance.random() < 0.02 and membership.last is not None and len(alive) < size:
+            new = chance.choice(sorted(set(range(size)) - alive))
+            membership.join(new)
+            alive.add(new)
+            waiting.discard(new)
+            numbers[new], heard[new] = membership.last.number, []
         rank = chance.choice(sorted(alive))
         if rank not in waiting:
             numbers[rank] += 1
@@ -91,18 +118,33 @@ def test_members_when_workers_come_and_die_in_any_order_then_all_living_hear_of_
         if membership.last is not None and membership.last.number == numbers[rank]:
             heard[rank].append(membership.last)
             waiting.discard(rank)
+    all_met = {met.number: met for met in heard[0]}
     for rank in alive:
-        shared = min(len(heard[rank]), len(heard[0]))
-        assert heard[rank][:shared] == heard[0][:shared]
+        assert all(met == all_met.get(met.number, met) for met in heard[rank])
+        last = numbers[rank] - (rank in waiting)
+        assert [met.number for met in heard[rank]] == list(range(last - len(heard[rank]) + 1, last + 1))
     assert len(heard[0]) > 10
     for met in heard[0]:
-        assert set(met.members) >= alive
+        assert set(met.members) >= lasting
+        assert met.members[0] == 0
+
+
+def joined(leases, chance, places):
+    """Now and then another process in one of some places, where there is something to train."""
+    if chance.random() > 0.02 or not places:
+        return set()
+    new = chance.choice(sorted(places))
+    if not leases.join(new):
+        return set()
+    assert leases.join(new)  # the answer was lost
+    return {new}
 
 
 @pytest.mark.parametrize("seed", range(25))
 def test_leases_when_workers_are_slow_or_die_then_every_batch_is_trained_and_at_most_one_lease_twice(seed):
-    """Workers fetch a batch ahead and train what they fetched before; some die; a restart forgets nothing.
+    """Workers fetch a batch ahead and train what they fetched before; some die, and others take their places.
 
+    A restart forgets nothing.
     What they have trained counts once the gradients of so many batches were pushed together.
     """
     chance = random.Random(seed)
@@ -122,8 +164,10 @@ def test_leases_when_workers_are_slow_or_die_then_every_batch_is_trained_and_at_
             alive.discard(dead)
             deaths += 1
             leases.lose(dead)
-        if chance.random() < 0.05:
-            leases = ShardLeases.from_plain(leases.to_plain())
+        for new in joined(leases, chance, set(range(size)) - alive):
+            alive.add(new)
+            fetched[new], current[new], latest[new], before[new] = [], None, 0, 0
+        leases = ShardLeases.from_plain(leases.to_plain()) if chance.random() < 0.05 else leases
         rank = chance.choice(sorted(alive - over))
         if chance.random() > speed[rank]:
             continue

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
@@ -32,7 +33,7 @@ from torch._C._distributed_c10d import (
 from torch.futures import Future
 
 from lightning_recsys.errors import RequestRefusedError, WorkerLostError
-from lightning_recsys.parameter_server.meetings import MeetingPlace, Meetings
+from lightning_recsys.parameter_server.meetings import Alone, MeetingPlace, Meetings
 
 BACKEND = "recsys_meetings"  # its name among torch's backends
 CHUNK_BYTES = 64 << 20  # of one meeting; a server's messages have a limit
@@ -66,16 +67,29 @@ class MeetingGroup(dist.ProcessGroup):
 
     Tensors travel through the server, so this is for what workers seldom do together, and not for every step.
 
+    A process that is to take the place of a dead worker is alone in it, and meets nobody, until :meth:`join`.
+
     Args:
         meetings: The meetings of this worker with the others.
+        size: Number of workers at the start of the run.
         take_first_place: Called once this worker is the first of those that live, where it was not from the start:
             behind a meeting, or in :meth:`look_who_lives`.
+        leave_state: Called on the first worker in :meth:`look_who_lives` while others wait to join; whether it has left
+            what they need. ``None`` where nobody joins.
     """
 
-    def __init__(self, meetings: Meetings, *, take_first_place: Callable[[], None] = lambda: None) -> None:
-        super().__init__(meetings.rank, meetings.place.size)
+    def __init__(
+        self,
+        meetings: Meetings | Alone,
+        *,
+        size: int,
+        take_first_place: Callable[[], None] = lambda: None,
+        leave_state: Callable[[], bool] | None = None,
+    ) -> None:
+        super().__init__(meetings.rank, size)
         self._meetings = meetings
-        self._is_first, self._take_first_place = meetings.rank == 0, take_first_place
+        self._is_first, self._take_first_place = not self.is_alone and meetings.rank == 0, take_first_place
+        self._leave_state = leave_state
         self._next_look = 0.0
         self._may_miss = True  # workers that died, in barriers, broadcasts and reductions
 
@@ -100,8 +114,26 @@ class MeetingGroup(dist.ProcessGroup):
                 )
 
     @property
+    def is_alone(self) -> bool:
+        """Whether this worker meets nobody, as it has not joined the others."""
+        return isinstance(self._meetings, Alone)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Meanwhile this worker meets nobody: what it does needs none of the others, who do something else."""
+        meetings, self._meetings = self._meetings, Alone(self._meetings.rank)
+        try:
+            yield
+        finally:
+            self._meetings = meetings
+
+    def join(self, meetings: Meetings) -> None:
+        """Meet the others from now on."""
+        self._meetings = meetings
+
+    @property
     def members(self) -> tuple[int, ...]:
-        """The workers that live, by the ranks that they began with."""
+        """The workers that live, by the ranks that they began with; the first one, which saves and logs, is ahead."""
         return self._meetings.members
 
     def rank(self) -> int:
@@ -130,7 +162,7 @@ class MeetingGroup(dist.ProcessGroup):
                 " callbacks that count steps, collectives in hooks."
             )
             raise
-        if self.rank() == 0:
+        if self.rank() == 0 and not self.is_alone:
             self._be_first()
         return met
 
@@ -142,13 +174,20 @@ class MeetingGroup(dist.ProcessGroup):
     def look_who_lives(self) -> None:
         """Between two meetings, which may be hours apart: be the first worker once all before this one have died.
 
-        The server is asked every few seconds. Members stay as they are until all meet.
+        The first one leaves what those need that wait to join. The server is asked every few seconds. Members stay as
+        they are until all meet.
         """
-        if self._is_first or (now := time.monotonic()) < self._next_look:
+        meetings = self._meetings
+        if isinstance(meetings, Alone) or (self._is_first and self._leave_state is None):
+            return
+        if (now := time.monotonic()) < self._next_look:
             return
         self._next_look = now + LOOK_SECONDS
-        if self._meetings.lost() >= set(range(self._meetings.rank)):
+        first, waiting = meetings.look()
+        if first == meetings.rank:
             self._be_first()
+        if self._is_first and waiting and self._leave_state is not None and self._leave_state():
+            meetings.leave_state()
 
     # --- Collectives, by torch's names -------------------------------------------------------------------------------
 
@@ -245,18 +284,28 @@ class MeetingGroup(dist.ProcessGroup):
         return [torch.cat(list(value)) for value in zip(*parts, strict=True)]
 
 
-def use_meetings(place: MeetingPlace, *, cancelled: Callable[[], bool], take_first_place: Callable[[], None]) -> str:
+def use_meetings(
+    place: MeetingPlace,
+    *,
+    cancelled: Callable[[], bool],
+    take_first_place: Callable[[], None],
+    leave_state: Callable[[], bool] | None = None,
+    joins: bool = False,
+) -> str:
     """Let ``torch.distributed`` make the default group of this process one that meets there; the backend's name.
 
     Args:
         place: The server where the workers meet.
         cancelled: Asked while this worker waits; once ``True`` it waits a few seconds more.
         take_first_place: Called once all workers before this one have died; see :class:`MeetingGroup`.
+        leave_state: Called on the first worker while others wait to join; see there.
+        joins: Whether this worker is alone until it joins the others.
     """
 
-    def make(_: Store, rank: int, __: int, timeout: timedelta) -> MeetingGroup:
-        meetings = Meetings(place, rank=rank, timeout=timeout.total_seconds(), cancelled=cancelled)
-        return MeetingGroup(meetings, take_first_place=take_first_place)
+    def make(_: Store, rank: int, size: int, timeout: timedelta) -> MeetingGroup:
+        seconds = timeout.total_seconds()
+        meetings = Alone(rank) if joins else Meetings(place, rank=rank, timeout=seconds, cancelled=cancelled)
+        return MeetingGroup(meetings, size=size, take_first_place=take_first_place, leave_state=leave_state)
 
     dist.Backend.register_backend(BACKEND, make, devices=["cpu", "cuda"])
     return BACKEND
