@@ -5,10 +5,12 @@ from lightning_recsys.launchers.forkserver import ForkserverLauncher
 from lightning_recsys.launchers.node_servers import NodeServers
 from lightning_recsys.launchers.sidecars import ServerSpec, Sidecars
 from lightning_recsys.launchers.started import Started, started_processes
+from lightning_recsys.launchers.worker import Launched
 
 __all__ = [
     "EngineEnvironment",
     "ForkserverLauncher",
+    "Launched",
     "NodeServers",
     "ServerSpec",
     "Sidecars",

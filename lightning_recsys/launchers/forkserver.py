@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import logging
-import math
 import multiprocessing
 import os
-import pickle
 import signal
 import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -26,20 +19,15 @@ from pytorch_lightning.callbacks import LearningRateFinder
 from pytorch_lightning.strategies import DDPStrategy
 from pytorch_lightning.strategies.launchers import _MultiProcessingLauncher
 from pytorch_lightning.utilities.exceptions import SIGTERMException
-from torch.multiprocessing.spawn import ProcessExitedException
 
 from lightning_recsys.launchers.folders import RunFolder
 from lightning_recsys.launchers.loopback import keep_store
 from lightning_recsys.launchers.pickling import parts_of, save_job
-from lightning_recsys.launchers.processes import NOT_KNOWN, ForkedProcess, end_processes, ending, start_process
-from lightning_recsys.launchers.results import load_results, results_path
-from lightning_recsys.launchers.sidecars import ServerLostError, Sidecars
-from lightning_recsys.launchers.worker import Failure, Job, job_path, run_worker
-from lightning_recsys.runtime import ProcessState
-
-log = logging.getLogger(__name__)
-
-SETTLE_SECONDS = 2.0  # for the other workers to notice a failure by themselves
+from lightning_recsys.launchers.processes import end_processes
+from lightning_recsys.launchers.results import load_results
+from lightning_recsys.launchers.sidecars import Sidecars
+from lightning_recsys.launchers.worker import Job, job_path
+from lightning_recsys.launchers.workers import Replacing, WorkerStart, join
 
 
 class ForkserverLauncher(_MultiProcessingLauncher):
@@ -70,6 +58,8 @@ class ForkserverLauncher(_MultiProcessingLauncher):
         survive: Asked about a worker that died without an error, or was ended because a server that only it and others
             need is lost: with the trainer, its rank and how many workers are left. ``None`` where the others go on
             without it; else why they cannot. Default: none can.
+        max_replacements: How many workers that the others go on without are replaced by other processes, in all.
+        lost: Tells the ranks that take part no more. A process that replaces one of them takes part once it is none.
 
     Raises:
         ValueError: this platform has no fork server (Windows).
@@ -84,11 +74,14 @@ class ForkserverLauncher(_MultiProcessingLauncher):
         num_threads: int = 1,
         serving: Callable[[], AbstractContextManager[Sidecars]] = lambda: Sidecars(()),
         survive: Callable[[pl.Trainer | None, int, int], str | None] = lambda *_: "",
+        max_replacements: int = 0,
+        lost: Callable[[], Collection[int]] = lambda: (),
     ) -> None:
         super().__init__(strategy, start_method="forkserver")
         self.num_threads = num_threads
         self._serving = serving
         self._survive = survive
+        self._max_replacements, self._lost = max_replacements, lost
         self.failed = False  # the last launch did: what the main process holds is from before it
 
     @property
@@ -132,12 +125,16 @@ class ForkserverLauncher(_MultiProcessingLauncher):
             self._serving() as sidecars,
         ):
             self._save_job(job, folder)
+            start = WorkerStart((folder, *sidecars.folders), self.num_threads)
+            self.procs = start.started  # type: ignore[assignment]  # declared for the other start methods
             try:
-                workers = self._start(folder, sidecars)
-                _join(workers, sidecars, partial(self._survive, trainer), _signal_for_workers())
+                workers = [start.worker(rank) for rank in range(self._strategy.num_processes)]
+                replacing = Replacing(start, self._max_replacements, self._lost)
+                join(workers, sidecars, partial(self._survive, trainer), _signal_for_workers(), replacing)
             finally:
                 self._end()
-            value = load_results(trainer, folder, ranks=[x.rank for x in workers if x.succeeded])
+            by_age = sorted(workers, key=lambda x: x.replaces)  # who was there from the start knows most
+            value = load_results(trainer, folder, ranks=[x.rank for x in by_age if x.succeeded])
         self.failed = False
         return value
 
@@ -158,25 +155,15 @@ class ForkserverLauncher(_MultiProcessingLauncher):
             del store  # also where an error holds on to this frame
 
     def _save_job(self, job: Job, folder: Path) -> None:
-        """One file under one name per worker: each removes its name, and the last one frees the space."""
+        """One file under one name per worker: each removes its name, and the last one frees the space.
+
+        One more name is for those that replace others.
+        """
         save_job(job, job_path(folder, 0), parts=parts_of(job.trainer, job.function, job.args))
         for rank in range(1, self._strategy.num_processes):
             os.link(job_path(folder, 0), job_path(folder, rank))
-
-    def _start(self, folder: Path, sidecars: Sidecars) -> list[_Worker]:
-        folders = (folder, *sidecars.folders)
-        state = pickle.dumps(ProcessState.capture())
-        workers = []
-        started: list[ForkedProcess] = []
-        self.procs = started  # type: ignore[assignment]  # declared for the other start methods
-        for rank in range(self._strategy.num_processes):
-            receiver, sender = Pipe(duplex=False)
-            process = start_process(
-                run_worker, (rank, folders, state, sender, self.num_threads), name=f"rank {rank}", started=started
-            )
-            sender.close()
-            workers.append(_Worker(rank, process, receiver, results_path(folder, rank)))
-        return workers
+        if self._max_replacements:
+            os.link(job_path(folder, 0), job_path(folder))
 
     def _end(self) -> None:
         """Whatever happened: no worker is left."""
@@ -205,150 +192,6 @@ def _refuse_tuner(trainer: pl.Trainer) -> None:
                 "Tuner.lr_find finds nothing where training runs in worker processes: what they find stays there. Find"
                 " the learning rate on one device, with Trainer(devices=1, strategy='auto'), and set it."
             )
-
-
-@dataclass
-class _Worker:
-    """A worker as the main process sees it.
-
-    Args:
-        rank: Local rank.
-        process: The process.
-        receiver: Brings the worker's failure, if it lives to tell.
-        results: Where its results are once it has succeeded.
-        succeeded: It has ended, and its results are there.
-        failure: What went wrong; time 0 if it died without a word, which makes it the cause of what others tell.
-        is_lost: It died, and the others go on without it.
-    """
-
-    rank: int
-    process: ForkedProcess
-    receiver: Connection
-    results: Path
-    succeeded: bool = False
-    failure: Failure | None = None
-    is_lost: bool = False
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether it has not come to an end, as far as we know."""
-        return not self.succeeded and self.failure is None and not self.is_lost
-
-    def look(self) -> None:
-        """Bring ``succeeded`` and ``failure`` up to date.
-
-        Raises:
-            RuntimeError: the fork server has ended, so nobody tells how this worker is.
-        """
-        code = self.process.exitcode  # before the receiver: a worker tells first and ends then
-        with suppress(EOFError, ConnectionError):
-            if self.receiver.poll():
-                self.failure = pickle.loads(self.receiver.recv_bytes())  # noqa: S301 - from our own worker
-                return
-        if self.has_finished(code):
-            self.succeeded = True
-        elif code is not None:
-            if code == NOT_KNOWN:
-                self.process.check_fork_server()
-            self.failure = Failure(self._death(code), time=0.0)
-
-    def has_finished(self, code: int | None) -> bool:
-        """Whether a worker that ended with this code had done all of its work, and left its results."""
-        return code == 0 and self.results.exists()
-
-    def _death(self, code: int) -> ProcessExitedException:
-        name = signal.Signals(-code).name if code < 0 else None
-        hint = " The system ends processes so when memory runs out." if name == "SIGKILL" else ""
-        return ProcessExitedException(
-            f"Worker {self.rank} {ending(code)} before it could tell why; see what it printed above.{hint}",
-            error_index=self.rank,
-            error_pid=self.process.pid or -1,
-            exit_code=code,
-            signal_name=name,
-        )
-
-
-def _join(
-    workers: list[_Worker],
-    sidecars: Sidecars,
-    survive: Callable[[int, int], str | None],
-    number: signal.Signals,
-) -> None:
-    """Wait until every worker has succeeded; raise the first error, once the others had time to tell theirs.
-
-    A worker that died is no error where the others can do without it, and neither is a server that only such workers
-    need.
-    """
-    deadline = math.inf
-    while (busy := [x for x in workers if x.is_busy]) and time.monotonic() < deadline:
-        timeout = None if deadline == math.inf else max(0.0, deadline - time.monotonic())
-        wait([*(x.process.sentinel for x in busy), *(x.receiver for x in busy), *sidecars.sentinels], timeout)
-        try:
-            sidecars.look()
-        except ServerLostError as lost:
-            _do_without(lost, workers, survive, number)
-            sidecars.give_up(lost.spec)
-        for worker in (x for x in busy if x.is_busy):
-            worker.look()
-            if worker.failure is not None and worker.failure.time == 0.0:
-                _try_to_lose(worker, sum(not x.is_lost for x in workers) - 1, survive)
-        sidecars.end_needless([x.rank for x in workers if x.is_lost])
-        if deadline == math.inf and any(x.failure for x in workers):
-            deadline = time.monotonic() + SETTLE_SECONDS
-    for worker in (x for x in workers if x.is_busy and x.process.has_ended()):
-        worker.process.join()  # the fork server, which tells how it ended, may have had no turn yet
-        worker.look()
-    if failures := sorted((x.failure for x in workers if x.failure), key=lambda failure: failure.time):
-        first, *others = (failure.error for failure in failures)
-        for other in others:
-            first.add_note(f"After that, another worker failed: {type(other).__name__}: {other}")
-        raise first
-
-
-def _do_without(
-    lost: ServerLostError,
-    workers: list[_Worker],
-    survive: Callable[[int, int], str | None],
-    number: signal.Signals,
-) -> None:
-    """End the workers that need a lost server, and go on without them; those that have finished need it no more.
-
-    Raises:
-        ServerLostError: the others cannot, or there are none.
-    """
-    needing = lost.spec.ranks
-    if needing is None:
-        raise lost
-    busy = [x for x in workers if x.rank in needing and x.is_busy]
-    # They end before their share of the data is given to others, who would train it beside them.
-    end_processes([x.process for x in busy], number)
-    doomed = [x for x in busy if not x.has_finished(x.process.exitcode)]  # or it came to its end meanwhile
-    left = sum(not x.is_lost for x in workers) - len(doomed)
-    for worker in doomed:
-        if (why_not := survive(worker.rank, left)) is not None:
-            if why_not:
-                lost.add_note(why_not)
-            raise lost
-        worker.is_lost = True
-    if doomed:
-        log.warning(
-            "%s The workers that need it end, too (%s); the other %d go on. What those had not pushed is lost.",
-            lost,
-            ", ".join(str(x.rank) for x in doomed),
-            left,
-        )
-
-
-def _try_to_lose(worker: _Worker, left: int, survive: Callable[[int, int], str | None]) -> None:
-    """Go on without a worker that died, if so many others can; otherwise its death says why they cannot."""
-    assert worker.failure is not None
-    death = worker.failure.error
-    why_not = survive(worker.rank, left)
-    if why_not is None:
-        worker.failure, worker.is_lost = None, True
-        log.warning("%s The other %d go on. What worker %d had not pushed is lost.", death, left, worker.rank)
-    elif why_not:
-        death.add_note(why_not)
 
 
 @contextmanager

@@ -108,7 +108,7 @@ def load_results(trainer: pl.Trainer | None, folder: Path, *, ranks: Sequence[in
         setattr(trainer._logger_connector, f"_{name}", metrics)
     _load_callbacks(trainer, _load(folder / CALLBACKS))
     if results.progress is not None:
-        _load_progress(trainer.fit_loop, results.progress)
+        load_progress(trainer.fit_loop, results.progress)
     if results.state.fn == TrainerFn.PREDICTING and results.value is not None:
         per_loader = [list(_in_turn(*batches)) for batches in zip(*(x.value for x in all_results), strict=True)]
         return per_loader[0] if len(per_loader) == 1 else per_loader
@@ -146,7 +146,7 @@ def _load_callbacks(trainer: pl.Trainer, states: dict[str, dict[str, Any]]) -> N
     _call_callbacks_load_state_dict(trainer, {"callbacks": states})
 
 
-def _load_progress(loop: _Loop, state: dict[str, Any]) -> None:
+def load_progress(loop: _Loop, state: dict[str, Any]) -> None:
     """Epochs and steps as after the run, and no loop believes that it is resuming one."""
     loop.load_state_dict(state)
     for finished in _with_children(loop):

@@ -196,6 +196,11 @@ class Sidecars:
         """End the servers that nobody needs but ranks that are lost, and remove their files."""
         self._end([x for x in self._servers if x.spec.ranks is not None and x.spec.ranks <= set(lost)])
 
+    def serves_only(self, rank: int, lost: Collection[int]) -> bool:
+        """Whether this rank needs a server that nobody needs but ranks that are lost, which therefore ends."""
+        needed = [spec.ranks for spec in self.specs if spec.ranks is not None and rank in spec.ranks]
+        return any(ranks <= set(lost) for ranks in needed)
+
     def give_up(self, spec: ServerSpec) -> None:
         """Look no more at a server that is lost for good, and remove its files: the run goes on without it."""
         self._end([x for x in self._servers if x.spec == spec])

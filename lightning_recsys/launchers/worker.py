@@ -45,6 +45,19 @@ class Job:
 
 
 @dataclass(frozen=True)
+class Launched:
+    """How this process was started, for the strategy in it.
+
+    Args:
+        folder: The folder of the launch, which is gone after it.
+        replaces: It takes the place of a worker that died: the others train already.
+    """
+
+    folder: Path
+    replaces: bool
+
+
+@dataclass(frozen=True)
 class Failure:
     """An error of a worker, and when it happened by the machine's monotonic clock, in seconds."""
 
@@ -52,12 +65,19 @@ class Failure:
     time: float
 
 
-def job_path(folder: Path, rank: int) -> Path:
-    """The file from which a worker loads its :class:`Job`, and which it then removes."""
-    return folder / f"job-{rank}.pt"
+def job_path(folder: Path, rank: int | None = None) -> Path:
+    """The file from which a worker loads its :class:`Job`, and which it then removes; ``None`` for one that stays."""
+    return folder / f"job{'' if rank is None else f'-{rank}'}.pt"
 
 
-def run_worker(rank: int, folders: tuple[Path, ...], state: bytes, failures: Connection, num_threads: int) -> None:
+def run_worker(
+    rank: int,
+    folders: tuple[Path, ...],
+    state: bytes,
+    failures: Connection,
+    num_threads: int,
+    replaces: bool = False,
+) -> None:
     """Become the worker of a local rank, run the job, leave its results.
 
     Args:
@@ -66,6 +86,7 @@ def run_worker(rank: int, folders: tuple[Path, ...], state: bytes, failures: Con
         state: The pickled :class:`ProcessState` of the main process.
         failures: Where the pickled :class:`Failure` goes, if there is one.
         num_threads: As in :func:`configure_worker`.
+        replaces: See :class:`Launched`.
     """
     end_with_parent(*folders)
     folder = folders[0]
@@ -81,6 +102,7 @@ def run_worker(rank: int, folders: tuple[Path, ...], state: bytes, failures: Con
         job = _load_job(job_path(folder, rank))
         trainer = job.trainer
         job.strategy._launcher = None  # this process is one of the launched: nothing in it launches again
+        job.strategy.launched = Launched(folder, replaces)  # type: ignore[attr-defined]  # ours all have it
         job.strategy.set_world_ranks()
         value = job.function(*job.args, **job.kwargs)
         save_results(value, trainer, folder, rank=rank)

@@ -389,7 +389,7 @@ class DiesUnnoticed(Failing):
 
 
 def test_worker_when_it_dies_and_the_fork_server_has_no_turn_to_tell_then_is_named_as_the_cause(tmp_path, monkeypatch):
-    monkeypatch.setattr("lightning_recsys.launchers.forkserver.SETTLE_SECONDS", 0.1)
+    monkeypatch.setattr("lightning_recsys.launchers.workers.SETTLE_SECONDS", 0.1)
     stopped, failed = tmp_path / "stopped", threading.Event()
 
     def go_on():

@@ -11,14 +11,21 @@ import pytest
 import pytorch_lightning as pl
 from pytorch_lightning.trainer.states import TrainerFn
 
-from lightning_recsys.launchers import ServerSpec, forkserver
-from lightning_recsys.launchers.forkserver import Failure, _try_to_lose, _Worker
+from lightning_recsys.launchers import ServerSpec
+from lightning_recsys.launchers import workers as watched
 from lightning_recsys.launchers.sidecars import ServerLostError, Sidecars, _Server
-from lightning_recsys.strategies import AsyncParameterServerStrategy, HETStrategy, ShadowSyncStrategy
+from lightning_recsys.launchers.worker import Failure
+from lightning_recsys.launchers.workers import Replacing, Worker, _try_to_lose
+from lightning_recsys.strategies import (
+    AsyncParameterServerStrategy,
+    HETStrategy,
+    HierarchicalStrategy,
+    ShadowSyncStrategy,
+)
 
 
 def a_dead_worker():
-    return _Worker(1, None, None, None, failure=Failure(RuntimeError("Worker 1 was ended by SIGKILL."), time=0.0))
+    return Worker(1, None, None, None, failure=Failure(RuntimeError("Worker 1 was ended by SIGKILL."), time=0.0))
 
 
 def test_worker_when_the_others_can_do_without_it_then_it_is_lost_and_said_once(caplog):
@@ -52,7 +59,7 @@ def ended(monkeypatch):
             found.append(process.name)
             process.exitcode = process.ends_with(number)
 
-    monkeypatch.setattr(forkserver, "end_processes", end)
+    monkeypatch.setattr(watched, "end_processes", end)
     return found
 
 
@@ -61,11 +68,11 @@ def do_without(ranks, survive=lambda *_: None, *, results=None):
     workers = []
     for rank in range(5):
         process = SimpleNamespace(exitcode=None, name=f"process {rank}", ends_with=lambda number: -number)
-        workers.append(_Worker(rank, process, None, results or Path("there is none")))
+        workers.append(Worker(rank, process, None, results or Path("there is none")))
     workers[4].is_lost = True
     if results is not None:
         workers[2].process.ends_with = lambda _: 0
-    forkserver._do_without(lost_server(ranks), workers, survive, signal.SIGINT)
+    watched._do_without(lost_server(ranks), workers, survive, signal.SIGINT)
     return workers
 
 
@@ -127,6 +134,7 @@ class Process:
     def __init__(self) -> None:
         self.exitcode = None
         self.sentinel, self._sender = Pipe(duplex=False)
+        self.pid = 2**22 + 1  # of nobody
 
     def end(self, code):
         self.exitcode = code
@@ -144,7 +152,7 @@ class Process:
 
 def a_worker(rank, folder):
     receiver, _ = Pipe(duplex=False)
-    worker = _Worker(rank, Process(), receiver, folder / f"results-{rank}")
+    worker = Worker(rank, Process(), receiver, folder / f"results-{rank}")
     worker.results.touch()
     return worker
 
@@ -171,19 +179,123 @@ def test_server_when_it_is_lost_then_is_looked_at_once_while_the_others_go_on(st
         if len(waited_for) == 4:
             workers[0].process.end(0)
 
-    monkeypatch.setattr(forkserver, "wait", wait)
-    monkeypatch.setattr(forkserver, "SETTLE_SECONDS", 60.0)
+    monkeypatch.setattr(watched, "wait", wait)
+    monkeypatch.setattr(watched, "SETTLE_SECONDS", 60.0)
     if state == "raised":
         with pytest.raises(ZeroDivisionError, match="in a net"):
-            forkserver._join(workers, sidecars, lambda *_: None, signal.SIGTERM)
+            watched.join(workers, sidecars, lambda *_: None, signal.SIGTERM, Replacing(None, 0, set))
     else:
-        forkserver._join(workers, sidecars, lambda *_: None, signal.SIGTERM)
+        watched.join(workers, sidecars, lambda *_: None, signal.SIGTERM, Replacing(None, 0, set))
     assert [sentinel in objects for objects in waited_for] == [True, False, False, False]
     assert workers[0].succeeded
     assert [x.is_lost for x in workers] == [False] + 2 * [state == "busy"]
     assert not (tmp_path / "group-0").exists()
     said = [message for message in caplog.messages if "Server group-0" in message]
     assert len(said) == (state == "busy")
+
+
+class Start:
+    """Starts processes, of which each does what it is told to when the main process next waits."""
+
+    def __init__(self, folder, *acts):
+        self.folder, self.acts, self.started = folder, list(acts), []
+
+    def replacement(self, rank):
+        worker = a_worker(rank, self.folder)
+        worker.replaces = worker.joins = True
+        self.started.append(worker)
+        return worker
+
+
+def replaced(folder, monkeypatch, *acts, at_most, lost):
+    """Rank 1 of three dies; then one act after another happens, each ahead of the next look at all of them."""
+    workers, start = [a_worker(rank, folder) for rank in range(3)], Start(folder)
+    acts = iter([lambda _: workers[1].process.end(-9), *acts])
+    monkeypatch.setattr(watched, "wait", lambda *_: next(acts)(start.started))
+    told = []
+
+    def survive(rank, left):
+        told.append((rank, left))
+        lost.add(rank)
+
+    replacing = Replacing(start, at_most, lambda: lost)
+    return workers, told, lambda: watched.join(workers, Sidecars(()), survive, signal.SIGTERM, replacing)
+
+
+def finish(*workers):
+    for worker in workers:
+        worker.process.end(0)
+
+
+def test_worker_when_it_is_replaced_then_the_other_counts_once_it_takes_part_and_may_die_as_well(
+    tmp_path, monkeypatch, caplog
+):
+    lost = set()
+    acts = [
+        lambda started: started[0].process.end(-9),  # before it took part
+        lambda started: (lost.discard(1), started[1].process.end(-11)),  # behind that
+        lambda started: finish(*workers[:1], *workers[2:3]),
+        lambda started: pytest.fail("nothing is left to wait for"),
+    ]
+    workers, told, join = replaced(tmp_path, monkeypatch, *acts, at_most=2, lost=lost)
+    with caplog.at_level(logging.WARNING):
+        join()
+    assert [(x.rank, x.replaces, x.succeeded, x.is_lost) for x in workers] == [
+        (0, False, True, False),
+        (1, False, False, True),
+        (2, False, True, False),
+        (1, True, False, True),
+        (1, True, False, True),
+    ]
+    assert told == [(1, 2), (1, 2), (1, 2)]
+    starts = [x for x in caplog.messages if "is to take the place" in x]
+    assert starts == [
+        f"Another process is to take the place of worker 1 (replacement {number} of at most 2)." for number in (1, 2)
+    ]
+    assert sum("No process has taken the place of worker 1" in x for x in caplog.messages) == 1
+    assert sum("was ended by SIGSEGV" in x and "The other 2 go on" in x for x in caplog.messages) == 1
+
+
+def test_process_when_it_raises_before_it_takes_part_then_no_other_is_tried_and_the_others_go_on(
+    tmp_path, monkeypatch, caplog
+):
+    def raises(started):
+        look = Worker.look
+
+        def hear(worker):
+            if worker in started:
+                worker.failure = Failure(ZeroDivisionError("in its setup"), time=1.0)
+            else:
+                look(worker)
+
+        monkeypatch.setattr(Worker, "look", hear)
+
+    acts = [raises, lambda _: finish(workers[0], workers[2])]
+    workers, _, join = replaced(tmp_path, monkeypatch, *acts, at_most=3, lost=set())
+    join()
+    assert len(workers) == 4
+    assert [x.succeeded for x in workers] == [True, False, True, False]
+    (said,) = [x for x in caplog.messages if "No process" in x]
+    assert said == "No process has taken the place of worker 1: ZeroDivisionError: in its setup"
+
+
+def test_process_when_all_others_have_finished_before_it_takes_part_then_it_is_ended(tmp_path, monkeypatch):
+    acts = [lambda _: finish(workers[0], workers[2])]
+    workers, _, join = replaced(tmp_path, monkeypatch, *acts, at_most=1, lost=set())
+    join()
+    assert [x.succeeded for x in workers] == [True, False, True, False]
+    assert workers[3].is_lost
+    assert workers[3].process.exitcode is not None
+
+
+@pytest.mark.parametrize(("ranks", "starts"), [({0, 1}, 1), ({1}, 0)], ids=["another_one_lives", "none_lives"])
+def test_worker_when_its_servers_end_with_it_then_it_is_not_replaced(tmp_path, monkeypatch, ranks, starts):
+    workers, _, _ = replaced(tmp_path, monkeypatch, at_most=1, lost={1})
+    sidecars = Sidecars([ServerSpec("group", 0, ranks=frozenset(ranks))])
+    start = Start(tmp_path)
+    workers[1].failure = Failure(RuntimeError("killed"), time=0.0)
+    watched._look_at_failure(workers[1], workers, sidecars, lambda *_: None, Replacing(start, 1, lambda: {1}))
+    assert len(start.started) == starts == len(workers) - 3
 
 
 @pytest.mark.parametrize(
@@ -210,6 +322,19 @@ def test_strategy_when_a_worker_has_died_then_says_whether_the_others_go_on(stra
     assert answer is None if says is None else says in answer
     if says is None:
         assert "before all workers had met" in trainer.strategy.run_servers.survive(trainer, 2, left)
+
+
+@pytest.mark.parametrize("rounds", ["background", "foreground"])
+def test_replacements_when_workers_share_a_replica_then_they_are_refused(rounds):
+    strategy = ShadowSyncStrategy(num_trainers=1, workers_per_trainer=2, rounds=rounds, max_replacements=1)
+    with pytest.raises(ValueError, match=r"strategy\.max_replacements=1: Replicas can have no other process"):
+        pl.Trainer(accelerator="cpu", strategy=strategy, logger=False, enable_checkpointing=False, barebones=True)
+
+
+@pytest.mark.parametrize("make", [AsyncParameterServerStrategy, ShadowSyncStrategy, HierarchicalStrategy])
+def test_replacements_when_they_are_no_number_then_they_are_refused(make):
+    with pytest.raises(ValueError, match=r"strategy\.max_replacements must be at least 0, got -1. 0 replaces none"):
+        make(max_replacements=-1)
 
 
 @pytest.mark.parametrize("make", [AsyncParameterServerStrategy, ShadowSyncStrategy])
