@@ -37,6 +37,8 @@ class ComposedStrategy(ServedStrategy):
             the paper of the dense part has them.
         pace: Whether workers' updates of a row belong together. Default: where workers are in step and rows cached.
         min_workers: Where workers run free, some may die as long as so many are left.
+        max_replacements: How many of them are replaced by other processes, in all, where the dense part
+            ``takes_replacements``. Default: none.
         **kwargs: Further arguments of :class:`~lightning_recsys.strategies.served.ServedStrategy`.
 
     Raises:
@@ -58,6 +60,7 @@ class ComposedStrategy(ServedStrategy):
         rows: ServedRows | Literal["plain", "cached"] | None = None,
         pace: Pace | None = None,
         min_workers: int = 1,
+        max_replacements: int = 0,
         **kwargs: Any,
     ) -> None:
         require_kind("dense", dense, DensePart, "a dense part, such as Replicas(algorithm='easgd')")
@@ -91,7 +94,8 @@ class ComposedStrategy(ServedStrategy):
                 f"strategy.rows={type(self.rows).__name__} does not go with strategy.pace={self.pace.name} where"
                 f" workers are in step: {reason}. Choose strategy.pace={own.name}."
             )
-        self.min_workers = min_workers
+        require_whole("max_replacements", max_replacements, at_least=0, hint="0 replaces none.")
+        self.min_workers, self.max_replacements = min_workers, max_replacements
 
 
 def compose(

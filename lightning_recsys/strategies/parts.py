@@ -55,6 +55,16 @@ class Part:
         """The servers that it needs; the same on all ranks, before anything runs."""
         return []
 
+    def agreed(self) -> dict[str, Any]:
+        """Tell a process that joins the run what all ranks agreed on at its start; on the first rank."""
+        return {}
+
+    def agree(self, agreed: Mapping[str, Any]) -> None:
+        """Have what :meth:`agreed` gave, ahead of everything else, on a process that joins a run.
+
+        It then starts as every rank does, but alone: what it broadcasts it keeps, and it is not the first.
+        """
+
     def begin(self) -> None:
         """Training begins."""
 
@@ -101,11 +111,14 @@ class DensePart(Part):
         asynchronous: Whether workers may be at different steps.
         wraps_model: Whether ``DistributedDataParallel`` is to average gradients.
         float32_only: Whether it refuses every ``trainer.precision`` but ``32-true``.
+        takes_replacements: Whether another process may join in the place of a worker that died, by what is on servers
+            and what the first worker has.
     """
 
     asynchronous: bool = False
     wraps_model: bool = True
     float32_only: bool = False
+    takes_replacements: bool = False
 
     @property
     def own_rows(self) -> Callable[..., Any] | None:

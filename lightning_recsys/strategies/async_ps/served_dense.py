@@ -45,6 +45,7 @@ class ServedDense(DensePart):
 
     asynchronous = True
     wraps_model = False
+    takes_replacements = True
 
     def __init__(self, normalization: StalenessNormalization | StalenessRule = "relative") -> None:
         kinds = (str, StalenessNormalization)

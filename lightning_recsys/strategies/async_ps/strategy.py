@@ -23,6 +23,7 @@ class AsyncParameterServerStrategy(ServedStrategy):
             :class:`~lightning_recsys.sync.StalenessNormalization` with its numbers. The default leaves gradients alone
             up to a staleness of 1 000, so that clusters of fewer workers train as plain asynchronous SGD does.
         min_workers: Workers may die as long as so many are left.
+        max_replacements: How many workers that died are replaced by other processes, in all. Default: none.
         **kwargs: Further arguments of :class:`~lightning_recsys.strategies.served.ServedStrategy`; dense
             parameters are spread over ``num_embedding_servers`` as well.
 
@@ -53,9 +54,11 @@ class AsyncParameterServerStrategy(ServedStrategy):
         *,
         normalization: StalenessNormalization | StalenessRule = "relative",
         min_workers: int = 1,
+        max_replacements: int = 0,
         **kwargs: Any,
     ) -> None:
         self.dense = ServedDense(normalization)
         super().__init__(**kwargs)
         require_whole("min_workers", min_workers)
-        self.min_workers = min_workers
+        require_whole("max_replacements", max_replacements, at_least=0, hint="0 replaces none.")
+        self.min_workers, self.max_replacements = min_workers, max_replacements

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from os import PathLike
@@ -21,12 +21,11 @@ from pytorch_lightning.trainer.states import TrainerFn, TrainerStatus
 from torch import Tensor, nn
 from torch.distributed import ReduceOp
 from torch.distributed.constants import default_pg_timeout
-from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.optim import Optimizer
 
 from lightning_recsys.checkpoints import FolderCheckpointIO, StoredRows, StoredTensor, let_lightning_read_folders
 from lightning_recsys.compression import make_codec
-from lightning_recsys.launchers import ForkserverLauncher, ServerSpec
+from lightning_recsys.launchers import ForkserverLauncher, Launched, ServerSpec
 from lightning_recsys.runtime import fork_between_threads
 from lightning_recsys.strategies.common.averaged_copies import AveragedCopies, averaging_callbacks
 from lightning_recsys.strategies.common.own_values import OwnValues
@@ -50,14 +49,15 @@ from lightning_recsys.strategies.common.schedules import (
 )
 from lightning_recsys.strategies.common.settings import require_kind, require_one_of, require_whole
 from lightning_recsys.strategies.common.stored_rows import dense_parameters, rows_left_out, stored_tensors
-from lightning_recsys.strategies.common.workers.living import among_the_living
-from lightning_recsys.strategies.common.workers.meeting import ending_soon, join_on_loopback
-from lightning_recsys.strategies.common.workers.ranks import check_min_workers, check_started, take_placed
+from lightning_recsys.strategies.common.workers.living import among_the_living, has_met
+from lightning_recsys.strategies.common.workers.meeting import join_process_group
+from lightning_recsys.strategies.common.workers.ranks import check_lost_workers, check_started, take_placed
 from lightning_recsys.strategies.parts import DensePart, Rows
 
 if TYPE_CHECKING:  # importing this package is quick; stores and their kernels come with the first use
     from lightning_recsys.parameter_server.meetings import ShareDealer
     from lightning_recsys.stores.interfaces import Stores
+    from lightning_recsys.strategies.common.workers.joining import Joining
 
 Transport = Literal["auto", "tcp"]
 
@@ -111,6 +111,9 @@ class RecsysStrategy(DDPStrategy):
         checkpoints: Saves and loads checkpoints whose rows are not in rank 0's memory.
         run_name: Name of this launch, which no other has; empty where the launcher is not ours.
         min_workers: An asynchronous run on our launcher goes on without workers that die as long as so many are left.
+        max_replacements: How many of them are replaced, where the dense part can have them.
+        launched: How our launcher has started this process; ``None`` elsewhere.
+        joining: The way of this process into a run that others train; ``None`` where it was there from the start.
 
     Raises:
         ValueError: ``max_restarts`` is negative, ``transport`` or ``compression`` is unknown, ``servers`` are no
@@ -123,6 +126,9 @@ class RecsysStrategy(DDPStrategy):
     asynchronous: bool = False
     wraps_model: bool = True
     min_workers: int = 1
+    max_replacements: int = 0
+    launched: Launched | None = None
+    joining: Joining | None = None
     _has_first_place: bool = False  # the workers before this one have died
     dense: DensePart
     rows: Rows
@@ -193,7 +199,7 @@ class RecsysStrategy(DDPStrategy):
     def __getstate__(self) -> dict[str, Any]:
         fresh = type(self).__new__(type(self))
         fresh._reset()
-        return vars(self) | vars(fresh)
+        return vars(self) | vars(fresh) | {"launched": None, "joining": None}
 
     @classmethod
     def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
@@ -238,6 +244,8 @@ class RecsysStrategy(DDPStrategy):
         take_placed(self)
         self.dense.take_ranks()
         super().set_world_ranks()
+        if self.joining is not None:
+            self.joining.step_back()
 
     @property
     def patience(self) -> timedelta:
@@ -303,17 +311,17 @@ class RecsysStrategy(DDPStrategy):
     @property
     def is_global_zero(self) -> bool:
         """Whether this worker saves and logs for all: rank 0, or the first of those that live since that died."""
-        return self._has_first_place or self.global_rank == 0
+        return self._has_first_place or (self.global_rank == 0 and self.joining is None)
 
     @property
     def living_rank(self) -> int:
         """This worker's place among those that live."""
-        return torch.distributed.get_rank() if torch.distributed.is_initialized() else self.global_rank
+        return dist.get_rank() if has_met() else self.global_rank
 
     @property
     def num_living(self) -> int:
         """Workers that live, as of the last time that all of them met."""
-        return torch.distributed.get_world_size() if torch.distributed.is_initialized() else self.world_size
+        return dist.get_world_size() if has_met() else self.world_size
 
     @property
     def saves_folders(self) -> bool:
@@ -340,12 +348,14 @@ class RecsysStrategy(DDPStrategy):
         assert self.cluster_environment is not None
         if not self.cluster_environment.creates_processes_externally:
             self.launches = True
-            check_min_workers(self)
+            check_lost_workers(self)
             self._launcher = ForkserverLauncher(
                 self,
                 num_threads=self.num_threads,
                 serving=self.run_servers.beside_workers,
                 survive=self.run_servers.survive,
+                max_replacements=self.max_replacements,
+                lost=self.run_servers.lost_ranks,
             )
 
     def setup_environment(self) -> None:
@@ -366,28 +376,12 @@ class RecsysStrategy(DDPStrategy):
             refuse_settings_of_servers(self)
         super().setup_environment()
         self.run_servers.find(specs)
+        if self.joining is not None:
+            self.joining.wait()
 
     def setup_distributed(self) -> None:
-        """Join the process group, on one machine where no other reaches it.
-
-        Workers of an asynchronous run, which may die, meet at a server. Machines that cannot reach each other end soon,
-        instead of one waiting for the other.
-
-        Raises:
-            RuntimeError: the ranks cannot connect to each other.
-        """
-        if torch.distributed.is_initialized() or (self.num_nodes == 1 and not self.launches):
-            super().setup_distributed()
-            _set_pg_timeout(self.patience)  # an engine that has made the group does not know it
-        elif self.num_nodes == 1:
-            if (place := self.run_servers.meeting_place()) is not None:
-                from lightning_recsys.strategies.common.workers.succession import meet_at
-
-                self._process_group_backend = meet_at(place, self)
-            join_on_loopback(self)
-        else:
-            with ending_soon(self):
-                super().setup_distributed()
+        """Join the process group, as ``workers.meeting.join_process_group`` does."""
+        join_process_group(self, super().setup_distributed)
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Bind backends, then all that Lightning does.
@@ -408,10 +402,11 @@ class RecsysStrategy(DDPStrategy):
                 refuse_metrics_of_all_ranks(trainer.lightning_module)
                 self.changes.log_through(OwnValues(self).log)
             if self.run_servers.meeting_place() is not None:
-                from lightning_recsys.strategies.common.workers.dealing import shared_validation
+                from lightning_recsys.strategies.common.workers.dealing import share_validation
 
-                self.changes.compute_metrics_by(among_the_living)
-                self.changes.before_validation_data(shared_validation(self, trainer))
+                share_validation(self, self.changes)
+        if self.joining is not None:
+            self.joining.take_agreed(trainer)
         self.bind_backends()
         self.checkpoints.load_rows()
         if trainer.state.fn == TrainerFn.FITTING and averaging_callbacks(trainer):
@@ -447,12 +442,16 @@ class RecsysStrategy(DDPStrategy):
                 wait at each batch, or different numbers of times.
         """
         trainer = self.task.trainer
+        with nullcontext() if self.joining is None else self.joining.at_start(trainer):
+            self._begin(trainer)
+
+    def _begin(self, trainer: pl.Trainer) -> None:
         self.rows.foresee()
         if self.asynchronous:
-            if (place := self.run_servers.meeting_place()) is not None and self.changes is not None:
+            if self.run_servers.meeting_place() is not None:
                 from lightning_recsys.strategies.common.workers.dealing import deal_shares
 
-                self.dealer = deal_shares(trainer, self.changes, place, self.run_servers.is_asked_to_end)
+                self.dealer = deal_shares(self)
             refuse_clocks(trainer)
             refuse_different_schedules(trainer)
         else:

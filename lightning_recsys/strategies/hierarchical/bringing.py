@@ -170,11 +170,11 @@ class Bringing:
     def __init__(self, dense: ServedGroups, model: nn.Module, optimizer: Optimizer) -> None:
         self._dense, self._model, self._optimizer = dense, model, optimizer
         self._group = dense.groups.group_of(dense.strategy.global_rank)
-        self._leads = dense.strategy.global_rank in dense.groups.leaders
+        self._leads = dense.leads_at_first
         store = PrefixStore(f"lightning_recsys/hierarchical/{next(_RUNS)}", _get_default_store())
         self._news = News(store, lost=dense.strategy.run_servers.lost_ranks)
         self._meeting: TCPStore | None = None
-        self._num_changes = 0  # that this rank has followed
+        self.num_changes = dense.agreed_changes  # that this rank has followed
 
     def bring(self, sample: Sequence[Any]) -> Brought:
         """Return when this rank's group has the model on its servers.
@@ -300,9 +300,9 @@ class Bringing:
         self._compute_as_chosen(partitioned, partitioned.runners)
         after = replace(brought, partitioned=partitioned, reads=brought.layers.whole_reads(traced.reads))
         brought.servers.take_buffers(after.served)
-        self._num_changes += 1
+        self.num_changes += 1
         if self._dense.strategy.node_rank == self._dense.groups.node_of(self._group):
-            brought.servers.change(self._num_changes, after.served, buffers=changed)
+            brought.servers.change(self.num_changes, after.served, buffers=changed)
         return after
 
     def _sync_order(self, parts: GroupParts, number: int) -> SyncOrder | None:

@@ -65,7 +65,7 @@ class NetRun:
         self._shows = False  # the module has the weights of the moment
         self._rounds: dict[str, float] = {}  # numbers of the rounds between groups, as far as they are known
         self._training = list(range(dense.num_groups))  # groups of which a net lives
-        self._stops = 0  # how often all have stopped for one set of weights
+        self._stops = dense.agreed_stops  # how often all have stopped for one set of weights
         self._is_drained, self._next_look = False, 0.0  # as of the last look at the group's servers; when to look again
 
     @property
@@ -167,9 +167,15 @@ class NetRun:
         self._bringing = Bringing(self._dense, self._cut, self._optimizer)
         with self._whole():
             brought = self._bringing.bring(sample)
-        self.leads = self._dense.strategy.global_rank in self._dense.groups.leaders
-        self._begin_sync(brought.servers)
+        self.leads = self._dense.leads_at_first
+        if self._dense.strategy.joining is None:
+            self._begin_sync(brought.servers)
         return brought
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """How often all have stopped for one set of weights; the changes of the model that this net has followed."""
+        return self._stops, 0 if self._bringing is None else self._bringing.num_changes
 
     # --- One set of weights ------------------------------------------------------------------------------------------
 

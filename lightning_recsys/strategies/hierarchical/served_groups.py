@@ -100,6 +100,7 @@ class ServedGroups(DensePart):
     asynchronous = True
     wraps_model = False
     float32_only = True
+    takes_replacements = True
 
     def __init__(
         self,
@@ -163,6 +164,7 @@ class ServedGroups(DensePart):
         self.planned: Planned | None = None  # on rank 0, where there was something to plan by before the first batch
         # This group's own parameters, of the checkpoint that the run goes on from.
         self.restored: dict[str, Tensor] = {}
+        self.agreed_stops, self.agreed_changes = 0, 0  # where this process joins a run: those that were before
 
     def attach(self, strategy: RecsysStrategy) -> None:  # noqa: D102 - inherited
         super().attach(strategy)
@@ -179,6 +181,11 @@ class ServedGroups(DensePart):
         """Which rank and which server belong to which group; known once a ``Trainer`` has the strategy."""
         sizes = self.num_groups, self.trainers_per_group, self.nets_per_trainer, self.servers_per_group
         return Groups(*sizes, num_nodes=self.strategy.num_nodes, nodes=placed_ranks(self.strategy))
+
+    @property
+    def leads_at_first(self) -> bool:
+        """Whether this rank brings the model to its group's servers: the group's first one, of the start of the run."""
+        return self.strategy.joining is None and self.strategy.global_rank in self.groups.leaders
 
     @property
     def has_center(self) -> bool:
@@ -244,6 +251,15 @@ class ServedGroups(DensePart):
         refuse_parametrized(cut)
         if self.strategy.is_global_zero:
             self.planned = plan_ahead(self, task, cut)
+
+    def agreed(self) -> dict[str, Any]:
+        """How often all have stopped, and changes of the model that servers have; the model itself is with these."""
+        assert self._run is not None
+        stops, changes = self._run.counts
+        return {"stops": stops, "changes": changes}
+
+    def agree(self, agreed: Mapping[str, Any]) -> None:  # noqa: D102 - inherited
+        self.agreed_stops, self.agreed_changes = agreed["stops"], agreed["changes"]
 
     def begin(self) -> None:
         """Have the model cut at its first forward pass, which shows what goes into it."""

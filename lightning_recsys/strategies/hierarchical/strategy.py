@@ -36,6 +36,7 @@ class HierarchicalStrategy(ServedStrategy):
         nesterov: BMUF's look-ahead; ``None`` is its default, off.
         num_sync_servers: Servers for the centre, where there are several groups.
         min_workers: Nets may die as long as so many are left.
+        max_replacements: How many nets that died are replaced by other processes, in all. Default: none.
         module: Path of the module that is cut, which has all trained parameters of the dense part and is called once in
             a training step. Default: the task's ``model``, or the task itself where it has none.
         operator_placement: Where operators are computed: a method's name, or
@@ -93,6 +94,7 @@ class HierarchicalStrategy(ServedStrategy):
         nesterov: bool | None = None,
         num_sync_servers: int = 1,
         min_workers: int = 1,
+        max_replacements: int = 0,
         module: str | None = None,
         operator_placement: OperatorPlacement | PlacementMethod = "auto",
         fc_splits: FCSplits = "none",
@@ -126,4 +128,5 @@ class HierarchicalStrategy(ServedStrategy):
         )
         super().__init__(compression=row_compression, **kwargs)
         require_whole("min_workers", min_workers)
-        self.min_workers = min_workers
+        require_whole("max_replacements", max_replacements, at_least=0, hint="0 replaces none.")
+        self.min_workers, self.max_replacements = min_workers, max_replacements

@@ -103,6 +103,7 @@ class ServedRows(Rows):
         self.tables: ServedTables | None = None
         self._row_state: Mapping[str, Mapping[str, Any]] | None = None  # of a checkpoint, until its rows are bound
         self._ahead: LookAhead | None = None  # while it trains and looks at coming batches
+        self._agreed: PlacementPlan | None = None  # of a run that this process joins
 
     def servers(self) -> list[ServerSpec]:  # noqa: D102 - inherited
         return [ServerSpec(EMBEDDING, index) for index in range(self.num_embedding_servers)]
@@ -198,7 +199,7 @@ class ServedRows(Rows):
             )
             log.info("Embedding tables on servers:\n%s", self.plan)
             self._bind(collections, servers, self.plan, first=True)
-        self.plan = strategy.broadcast(self.plan)
+        self.plan = strategy.broadcast(self.plan) if self._agreed is None else self._agreed
         assert self.plan is not None
         if not strategy.is_global_zero:
             self._bind(collections, servers, self.plan, first=False)
@@ -264,6 +265,14 @@ class ServedRows(Rows):
     def peeks(self) -> bool:
         """Whether it looks at batches to come."""
         return self.prefetch
+
+    def agreed(self) -> dict[str, Any]:
+        """Which server has what."""
+        return {"plan": self.plan}
+
+    def agree(self, agreed: Mapping[str, Any]) -> None:
+        """Find everything where the others have it."""
+        self._agreed = agreed["plan"]
 
     def look_at(self, loader: object) -> object:
         """Make the training loader one whose coming batches can be seen."""

@@ -173,6 +173,11 @@ class Replicas(DensePart):
             num_trainers, self.workers_per_trainer, self.strategy.num_nodes, placed_ranks(self.strategy)
         )
 
+    @property
+    def takes_replacements(self) -> bool:  # type: ignore[override]  # which depends on the settings
+        """Whether trainers have one worker each: the memory that several share is gone with those that made it."""
+        return self.workers_per_trainer == 1
+
     def take_ranks(self) -> None:
         """Take as many processes as the trainers need.
 
@@ -244,6 +249,8 @@ class Replicas(DensePart):
             if self.algorithm.topology is Topology.ALL_REDUCE:
                 self._meet_at_equal_steps(run)
         run.start(None if rounds is None else self._driver(rounds, run.team), successor=self._succeed)
+        if self.strategy.joining is not None and rounds is None:
+            run.team.leads = False  # until the next meeting, from which on the other trainers count on this one
 
     def _meet_at_equal_steps(self, run: TrainerRun) -> None:
         """Let every trainer go on from rank 0's step, and make others' rounds while it waits for work.
@@ -278,9 +285,14 @@ class Replicas(DensePart):
                 barrier=self.strategy.barrier,
             )
             every_worker = self.rounds == "foreground"
-            return CenterRounds(self.algorithm, replica, pieces=pieces) if team.leads or every_worker else None
+            rounds = CenterRounds(self.algorithm, replica, pieces=pieces)
+            if self.strategy.joining is not None:
+                replica.copy_(rounds.pull_center())
+            return rounds if team.leads or every_worker else None
         if self.rounds == "foreground":
             team.stand_still_for_rounds()
+        if self.strategy.joining is not None:
+            return None
         if (place := self.strategy.run_servers.meeting_place()) is not None:
             return self._survivor_rounds(team, place) if team.leads else None
         group = dist.new_group(list(self.layout.leaders), timeout=self.strategy.patience, backend="gloo")

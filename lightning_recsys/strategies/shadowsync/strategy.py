@@ -36,6 +36,8 @@ class ShadowSyncStrategy(ServedStrategy):
         num_sync_servers: Servers for the centre of ``easgd``, each with an equal part of it; 1 where there is none.
         final: What the trained model is: ``trainer0``'s replica, or the ``average`` of all.
         min_workers: Workers may die as long as so many are left.
+        max_replacements: How many workers that died are replaced by other processes, in all, where trainers have one
+            worker each. Default: none.
         **kwargs: Further arguments of :class:`~lightning_recsys.strategies.served.ServedStrategy`, such as
             ``table_placement``.
 
@@ -77,6 +79,7 @@ class ShadowSyncStrategy(ServedStrategy):
         num_sync_servers: int = 1,
         final: Final = "trainer0",
         min_workers: int = 1,
+        max_replacements: int = 0,
         **kwargs: Any,
     ) -> None:
         self.dense = Replicas(
@@ -95,4 +98,5 @@ class ShadowSyncStrategy(ServedStrategy):
         )
         super().__init__(**kwargs)
         require_whole("min_workers", min_workers)
-        self.min_workers = min_workers
+        require_whole("max_replacements", max_replacements, at_least=0, hint="0 replaces none.")
+        self.min_workers, self.max_replacements = min_workers, max_replacements

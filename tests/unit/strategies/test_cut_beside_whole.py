@@ -452,7 +452,7 @@ def follow(model, pieces, change, changed):
     groups = SimpleNamespace(node_of=lambda group: 1)  # another machine's servers
     strategy = SimpleNamespace(is_global_zero=True, node_rank=0)
     dense = SimpleNamespace(strategy=strategy, fc_forward="float32", groups=groups, group_connections=lambda: [server])
-    vars(bringing).update(_model=model, _optimizer=pieces["optimizer"], _dense=dense, _group=0, _num_changes=0)
+    vars(bringing).update(_model=model, _optimizer=pieces["optimizer"], _dense=dense, _group=0, num_changes=0)
     servers = GroupServers({}, pieces["parts"], pieces["layers"])
     runners = {server_name(i): lambda part, inputs: lambda: part.module(*inputs) for i in range(NUM_SERVERS)}
     partitioned = pieces["partitioned"].with_runners(runners)

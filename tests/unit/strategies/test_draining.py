@@ -263,6 +263,7 @@ def net(monkeypatch):
             strategy=SimpleNamespace(global_rank=0, barrier=lambda name: None),
             has_center=True,
             num_groups=2,
+            agreed_stops=0,
             group_connections=lambda: [SimpleNamespace(request=request)],
         )
         made = net_run.NetRun(dense, task, task, torch.optim.SGD(task.parameters(), lr=1.0))

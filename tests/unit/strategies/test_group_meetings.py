@@ -119,7 +119,7 @@ def test_net_when_it_does_not_lead_its_group_then_it_has_the_servers_begin_and_e
     monkeypatch.setattr(net_run, "meet_buffers", lambda task: None)
     monkeypatch.setattr(net_run.NetRun, "_elect", lambda self: None)
     strategy = SimpleNamespace(global_rank=1, barrier=lambda name: None)
-    dense = SimpleNamespace(strategy=strategy, has_center=False, num_groups=2)
+    dense = SimpleNamespace(strategy=strategy, has_center=False, num_groups=2, agreed_stops=0)
     task = torch.nn.Linear(1, 1)
     net = net_run.NetRun(dense, task, task, torch.optim.SGD(task.parameters(), lr=1.0))
     net._brought = SimpleNamespace(partitioned=SimpleNamespace(parts=[]), servers=servers)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import pytorch_lightning as pl
@@ -11,17 +10,16 @@ import torch.distributed as dist
 from pytorch_lightning.callbacks import GradientAccumulationScheduler, ModelCheckpoint
 
 from lightning_recsys.data import BatchLoader
-from lightning_recsys.parameter_server.meetings import MeetingPlace, ShareDealer
+from lightning_recsys.parameter_server.meetings import ShareDealer
 from lightning_recsys.strategies.common.look_ahead import unwrapped
 from lightning_recsys.strategies.common.run.changes import RunChanges
+from lightning_recsys.strategies.common.workers.living import among_the_living, living_ranks
 
 if TYPE_CHECKING:
     from lightning_recsys.strategies.common.base import RecsysStrategy
 
 
-def deal_shares(
-    trainer: pl.Trainer, changes: RunChanges, place: MeetingPlace, cancelled: Callable[[], bool]
-) -> ShareDealer | None:
+def deal_shares(strategy: RecsysStrategy) -> ShareDealer | None:
     """Let workers lease the batches of an epoch, so that how many each of them trains is not known before.
 
     Lightning is told what it is told of a loader without a length: it looks one batch ahead to know the last one, and
@@ -30,14 +28,14 @@ def deal_shares(
     was made for so many may refuse another one), where a part of the epoch is trained, and where the data are not ours.
 
     Args:
-        trainer: The trainer of this worker, as training starts.
-        changes: The run's temporary changes to Lightning, to which these are added.
-        place: The server where the workers of the run meet.
-        cancelled: Asked while a lease is waited for.
+        strategy: The strategy of this worker, as training starts.
 
     Returns:
         The object that deals the shares; ``None`` where shares stay fixed.
     """
+    trainer, changes, place = strategy.task.trainer, strategy.changes, strategy.run_servers.meeting_place()
+    if place is None or changes is None:
+        return None
     loop = trainer.fit_loop
     combined, fetcher = loop._combined_loader, loop._data_fetcher
     if combined is None or fetcher is None or len(combined.flattened) != 1:
@@ -54,8 +52,9 @@ def deal_shares(
         place,
         rank=trainer.global_rank,
         accumulated=_accumulated(trainer),
-        cancelled=cancelled,
+        cancelled=strategy.run_servers.is_asked_to_end,
         tells=lambda: trainer.is_global_zero,
+        passes=0 if strategy.joining is None else strategy.joining.passes,
     )
     loader.deal(dealer, rank=trainer.global_rank, num_shares=place.size)
     share = loader.share_length
@@ -67,18 +66,27 @@ def deal_shares(
     return dealer
 
 
-def shared_validation(strategy: RecsysStrategy, trainer: pl.Trainer) -> Callable[[], None]:
-    """A function that all ranks call before validation's loaders are asked for: the living share all of its rows."""
-    num_validating = 0
+def share_validation(strategy: RecsysStrategy, changes: RunChanges) -> None:
+    """Let the workers that live share all rows of each validation, and bring their metrics together.
+
+    Args:
+        strategy: The strategy of this worker, before a fit.
+        changes: The run's temporary changes to Lightning, to which these are added.
+    """
+    validating: tuple[int, ...] = ()
 
     def share() -> None:
-        nonlocal num_validating
+        nonlocal validating
         strategy.barrier("who validates")
-        if strategy.num_living != num_validating:
-            num_validating = strategy.num_living
-            trainer.fit_loop.epoch_loop.val_loop._combined_loader = None  # Lightning asks for them again
+        living = living_ranks()
+        # One that has joined does not know who validated last, and loaders are asked for by all workers together.
+        if strategy.reduce_boolean_decision(living != validating, all=False):
+            validating = living
+            loop = strategy.task.trainer.fit_loop.epoch_loop.val_loop
+            loop._combined_loader = None  # Lightning asks for them again
 
-    return share
+    changes.compute_metrics_by(among_the_living)
+    changes.before_validation_data(share)
 
 
 def _accumulated(trainer: pl.Trainer) -> int:

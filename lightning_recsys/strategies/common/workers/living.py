@@ -16,6 +16,11 @@ def living_ranks() -> tuple[int, ...]:
     return members
 
 
+def has_met() -> bool:
+    """Whether the process group knows this worker's place among those that live: not before it has joined them."""
+    return dist.is_initialized() and not getattr(dist.group.WORLD, "is_alone", False)
+
+
 def among_the_living(together: Callable[[], T]) -> T:
     """Do what all workers do together, and do it again without a worker that has died meanwhile.
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from lightning_fabric.plugins.environments.cluster_environment import ClusterEnvironment
@@ -20,8 +20,38 @@ from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeo
 
 from lightning_recsys.launchers.loopback import LOOPBACK, join_store
 
+if TYPE_CHECKING:
+    from lightning_recsys.strategies.common.base import RecsysStrategy
+
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # torchrun sets it
 MEETING_TIME = timedelta(seconds=60)  # for the connections between machines, once all ranks are there
+
+
+def join_process_group(strategy: RecsysStrategy, join: Callable[[], None]) -> None:
+    """Join the process group, on one machine where no other reaches it.
+
+    Workers of an asynchronous run, which may die, meet at a server. Machines that cannot reach each other end soon,
+    instead of one waiting for the other.
+
+    Args:
+        strategy: The strategy of this process.
+        join: What ``DDPStrategy`` does for it.
+
+    Raises:
+        RuntimeError: the ranks cannot connect to each other.
+    """
+    if dist.is_initialized() or (strategy.num_nodes == 1 and not strategy.launches):
+        join()
+        _set_pg_timeout(strategy.patience)  # an engine that has made the group does not know it
+    elif strategy.num_nodes == 1:
+        if (place := strategy.run_servers.meeting_place()) is not None:
+            from lightning_recsys.strategies.common.workers.succession import meet_at
+
+            strategy._process_group_backend = meet_at(place, strategy)
+        join_on_loopback(strategy)
+    else:
+        with ending_soon(strategy):
+            join()
 
 
 def await_all_ranks(environment: ClusterEnvironment, patience: timedelta) -> None:

@@ -108,12 +108,19 @@ def _started(strategy: RecsysStrategy) -> Started | None:
     return started_processes() if by_others else None
 
 
-def check_min_workers(strategy: RecsysStrategy) -> None:
-    """Refuse to keep more workers than there are.
+def check_lost_workers(strategy: RecsysStrategy) -> None:
+    """Refuse to keep more workers than there are, and to replace those that no other process can replace.
 
     Raises:
-        ValueError: ``min_workers`` is above the number of workers.
+        ValueError: ``min_workers`` is above the number of workers; ``max_replacements`` does not go with the dense
+            part.
     """
+    if strategy.max_replacements and not strategy.dense.takes_replacements:
+        raise ValueError(
+            f"strategy.max_replacements={strategy.max_replacements}: {type(strategy.dense).__name__} can have no other"
+            " process in the place of a worker that died, as its settings are (workers that share memory, with"
+            " strategy.workers_per_trainer above 1, cannot). The others go on without it: leave max_replacements out."
+        )
     if strategy.min_workers > (workers := count_ranks(strategy)):
         raise ValueError(
             f"strategy.min_workers={strategy.min_workers}, and the run has {workers} workers (trainer.devices times"

@@ -11,6 +11,7 @@ from pytorch_lightning.loggers import CSVLogger
 from pytorch_lightning.utilities import rank_zero_only
 
 from lightning_recsys.strategies.common.workers.continuing_writer import ContinuingWriter
+from lightning_recsys.strategies.common.workers.joining import Joining, leave_state
 from lightning_recsys.strategies.common.workers.process_group import MeetingGroup, use_meetings
 
 if TYPE_CHECKING:
@@ -27,17 +28,24 @@ log = logging.getLogger(f"pytorch_lightning.{__name__}")  # which has a handler 
 
 
 def meet_at(place: MeetingPlace, strategy: RecsysStrategy) -> str:
-    """Let the workers of a run meet at a server, by which they can do without any that dies; the backend's name."""
+    """Let the workers of a run meet at a server, by which they can do without any that dies; the backend's name.
+
+    One that is to take the place of another, which has died, meets them once it has joined them.
+    """
 
     def look() -> None:
         if isinstance(group := dist.group.WORLD, MeetingGroup):
             group.look_who_lives()
 
     strategy.run_servers.checks.append(look)  # before each step
+    if strategy.launched is not None and strategy.launched.replaces:
+        strategy.joining = Joining(strategy, place, strategy.launched.folder)
     return use_meetings(
         place,
         cancelled=strategy.run_servers.is_asked_to_end,
         take_first_place=partial(_take_first_place, strategy),
+        leave_state=partial(leave_state, strategy) if strategy.max_replacements else None,
+        joins=strategy.joining is not None,
     )
 
 

@@ -1,0 +1,202 @@
+"""A process that takes the place of a dead worker: what the first worker leaves for it, and how it joins the others."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from pytorch_lightning.trainer.call import _call_callbacks_load_state_dict, _call_callbacks_state_dict
+from pytorch_lightning.utilities import rank_zero_only
+from torch import Tensor
+
+from lightning_recsys.launchers.results import load_progress
+from lightning_recsys.parameter_server.meetings import Joined, MeetingPlace, Meetings, WaitingPlace
+from lightning_recsys.parameter_server.waiting import turns
+from lightning_recsys.strategies.common.stored_rows import rows_left_out
+from lightning_recsys.strategies.common.workers.process_group import MeetingGroup
+
+if TYPE_CHECKING:
+    import pytorch_lightning as pl
+
+    from lightning_recsys.strategies.common.base import RecsysStrategy
+
+STATE = "state-of-the-run.pt"  # in the folder of the launch
+
+log = logging.getLogger(f"pytorch_lightning.{__name__}")  # which has a handler in worker processes, too
+
+# The new process starts as every worker did, alone: its collectives give it back what it brought. What all others
+# agreed on at the start, and what the first of them knows of the run by now, is in the state that this one leaves;
+# rows, and what the dense part has on servers, are there. It takes part from one request to the server on
+# (`WaitingPlace.join`), with which it has a lease of the epoch: killed before that, it leaves nothing; killed behind
+# it, what every worker leaves.
+
+
+@dataclass(frozen=True)
+class RunState:
+    """The state of a run, as its first worker has it between two steps.
+
+    Args:
+        weights: The dense part and the buffers of the model, as it has them.
+        optimizers: State dicts of the optimizers.
+        schedulers: State dicts of the schedulers of learning rates.
+        callbacks: State dicts of the callbacks.
+        progress: State dict of the fit loop: epochs and steps.
+        parts: What the parts of the strategy tell, by their classes' names.
+    """
+
+    weights: dict[str, Any]
+    optimizers: list[dict[str, Any]]
+    schedulers: list[dict[str, Any]]
+    callbacks: dict[str, Any]
+    progress: dict[str, Any]
+    parts: dict[str, dict[str, Any]]
+
+
+def leave_state(strategy: RecsysStrategy) -> bool:
+    """Leave the state of the run, on its first worker, between two steps; whether it could be left now.
+
+    It cannot be ahead of an epoch's first step, in which all workers may meet; nor in a run whose shares are fixed,
+    where there is nothing that another worker could train, or in one in which a callback averages weights.
+    """
+    trainer = strategy.task.trainer
+    if strategy.averages is not None:  # a new worker would bring an average of its own, over its steps alone
+        return False
+    if strategy.dealer is None or not trainer.fit_loop.epoch_loop.batch_progress.current.completed:
+        return False
+    group = dist.group.WORLD
+    assert isinstance(group, MeetingGroup)
+    assert strategy.launched is not None
+    with rows_left_out(strategy.task):
+        weights = strategy.task.state_dict()
+    with group.alone():  # the state of some callbacks is the sum of all workers'
+        callbacks = _call_callbacks_state_dict(trainer)
+    progress = trainer.fit_loop.state_dict()
+    progress["state_dict"].pop("combined_loader", None)  # the position of this worker
+    state = RunState(
+        weights=weights,
+        optimizers=[x.state_dict() for x in strategy.optimizers],
+        schedulers=[x.scheduler.state_dict() for x in trainer.lr_scheduler_configs],
+        callbacks=callbacks,
+        progress=progress,
+        parts={type(x).__name__: x.agreed() for x in (strategy.dense, strategy.rows)},
+    )
+    path = strategy.launched.folder / STATE
+    whole = path.with_suffix(".new")
+    try:
+        torch.save(state, whole)
+        os.replace(whole, path)
+    except OSError as error:
+        log.warning("The dead workers' places stay empty: what new ones need could not be written (%s).", error)
+        whole.unlink(missing_ok=True)
+        return False
+    return True
+
+
+class Joining:
+    """The way of this process into a run that others train, from its start to its first batch.
+
+    Args:
+        strategy: The strategy of this process.
+        place: The server where the workers meet.
+        folder: The folder of the launch.
+
+    Attributes:
+        joined: How the run stands, once this process takes part.
+    """
+
+    state: RunState
+
+    def __init__(self, strategy: RecsysStrategy, place: MeetingPlace, folder: Path) -> None:
+        self._strategy, self._folder = strategy, folder
+        self._cancelled = strategy.run_servers.is_asked_to_end
+        self._waiting = WaitingPlace(place, rank=strategy.global_rank, cancelled=self._cancelled)
+        self.joined: Joined | None = None
+
+    def step_back(self) -> None:
+        """Be not the first worker, whatever the rank: another one is, which lives."""
+        rank_zero_only.rank = max(self._strategy.global_rank, 1)  # type: ignore[attr-defined]  # Lightning sets it so
+
+    def wait(self) -> None:
+        """Return when the state of the run is there, and keep Lightning from what is done at a run's start alone.
+
+        Raises:
+            TimeoutError: this process was asked to end.
+        """
+        self._meeting = self._waiting.wait_for_state()
+        self.state = self._load()
+        trainer = self._strategy.task.trainer
+        trainer.num_sanity_val_steps = 0
+        # The checkpoint that the run went on from is older than what the others have, and may be gone.
+        trainer._checkpoint_connector.resume_start = lambda *_, **__: None  # type: ignore[method-assign]
+
+    def _load(self) -> RunState:
+        state: RunState = torch.load(self._folder / STATE, map_location="cpu", weights_only=False)
+        return state
+
+    def take_agreed(self, trainer: pl.Trainer) -> None:
+        """Have the callbacks, and what the parts agreed on, as the first worker has them."""
+        self._agree()
+        _call_callbacks_load_state_dict(trainer, {"callbacks": self.state.callbacks})
+
+    def _agree(self) -> None:
+        for part in (self._strategy.dense, self._strategy.rows):
+            part.agree(self.state.parts[type(part).__name__])
+
+    @property
+    def passes(self) -> int:
+        """Epochs that the run has begun before the one in which this process takes part first."""
+        assert self.joined is not None
+        return self.joined.number - 1
+
+    @contextmanager
+    def at_start(self, trainer: pl.Trainer) -> Iterator[None]:
+        """Join the others, once there is something to train; meanwhile do alone what all of them did at the start.
+
+        Raises:
+            TimeoutError: this process was asked to end.
+        """
+        strategy, group = self._strategy, dist.group.WORLD
+        assert isinstance(group, MeetingGroup)
+        self.joined = self._join()
+        self._waiting.close()
+        patience = strategy.patience.total_seconds()
+        place, rank = self._waiting.place, strategy.global_rank
+        group.join(Meetings(place, rank=rank, timeout=patience, cancelled=self._cancelled, joined=self.joined))
+        self._take_progress(trainer)
+        with group.alone():
+            yield
+        log.warning("A new process trains in the place of worker %d, from epoch %d on.", rank, trainer.current_epoch)
+
+    def _join(self) -> Joined:
+        for _ in turns(cancelled=self._cancelled):
+            if (joined := self._waiting.join(self._meeting)) is not None:
+                return joined
+            if (meeting := self._waiting.wait_for_state()) != self._meeting:
+                self._meeting, self.state = meeting, self._load()
+        raise TimeoutError(f"worker {self._strategy.global_rank} was asked to end before it took part.")
+
+    def _take_progress(self, trainer: pl.Trainer) -> None:
+        """Have weights, optimizers, schedulers and counts as the first worker had them, at the start of its epoch."""
+        state, loop = self.state, trainer.fit_loop
+        self._agree()
+        with rows_left_out(self._strategy.task), torch.no_grad():
+            for name, tensor in self._strategy.task.state_dict().items():
+                if isinstance(tensor, Tensor) and name in state.weights:
+                    tensor.copy_(state.weights[name])  # not by load_state_dict, by which all workers replace rows
+        for optimizer, own in zip(self._strategy.optimizers, state.optimizers, strict=True):
+            optimizer.load_state_dict(own)
+        for config, own in zip(trainer.lr_scheduler_configs, state.schedulers, strict=True):
+            config.scheduler.load_state_dict(own)
+        load_progress(loop, state.progress)
+        for counts in (loop.epoch_progress.total, loop.epoch_progress.current):
+            counts.ready = counts.started = counts.processed = counts.completed  # type: ignore[attr-defined]
+        assert loop._combined_loader is not None
+        for loader in loop._combined_loader.flattened:
+            loader.set_epoch(trainer.current_epoch)
