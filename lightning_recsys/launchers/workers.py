@@ -17,6 +17,7 @@ from pathlib import Path
 
 from torch.multiprocessing.spawn import ProcessExitedException
 
+from lightning_recsys.errors import RequestRefusedError, ServerUnreachableError
 from lightning_recsys.launchers.processes import NOT_KNOWN, ForkedProcess, end_processes, ending, start_process
 from lightning_recsys.launchers.results import results_path
 from lightning_recsys.launchers.sidecars import ServerLostError, Sidecars
@@ -157,9 +158,10 @@ class Replacing:
         return [self._start.replacement(worker.rank)]
 
     def look(self, workers: Sequence[Worker]) -> None:
-        """Take note of those that take part by now."""
-        if joining := [x for x in workers if x.joins]:
-            lost = self._lost()
+        """Take note of those that take part by now; where nobody can be asked, none more does."""
+        joining = [x for x in workers if x.joins]
+        with suppress(ServerUnreachableError, RequestRefusedError):
+            lost = self._lost() if joining else ()
             for worker in joining:
                 worker.joins = worker.rank in lost
 
@@ -193,6 +195,7 @@ def join(
             if worker.failure is not None:
                 _look_at_failure(worker, workers, sidecars, survive, replacing)
         _end_who_came_too_late(workers, replacing, number)
+        _end_who_would_lack_servers(workers, sidecars, survive, number)
         sidecars.end_needless(_lost_ranks(workers))
         if deadline == math.inf and any(x.failure for x in workers):
             deadline = time.monotonic() + SETTLE_SECONDS
@@ -291,4 +294,17 @@ def _end_who_came_too_late(workers: Sequence[Worker], replacing: Replacing, numb
     late = [x for x in busy if x.joins]
     end_processes([x.process for x in late], number)
     for worker in late:
+        worker.is_lost = True
+
+
+def _end_who_would_lack_servers(
+    workers: Sequence[Worker], sidecars: Sidecars, survive: Survive, number: signal.Signals
+) -> None:
+    """End processes that wait to take part where servers that they need are about to end: nobody else needs these."""
+    lost = _lost_ranks(workers)
+    waiting = [x for x in workers if x.joins and x.is_busy and sidecars.serves_only(x.rank, lost)]
+    end_processes([x.process for x in waiting], number)
+    for worker in waiting:
+        # It may have begun to take part since we looked. It has not trained: its servers are needed by it alone.
+        survive(worker.rank, sum(x.takes_part for x in workers))
         worker.is_lost = True

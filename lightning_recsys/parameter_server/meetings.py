@@ -197,7 +197,7 @@ class Meetings:
         raise TimeoutError(f"worker {self.rank} waited for the others at {kind!r}, and they did not come.")
 
     def look(self) -> tuple[int, tuple[int, ...]]:
-        """The first worker that lives, as far as the launcher has noticed, and those that wait to join."""
+        """The first worker that lives, as far as the launcher has noticed, and those that wait for it to join."""
         arguments = {"run": self.place.run, "size": self.place.size}
         first, *waiting = self._connection.request("look", arguments=arguments).value
         return first, tuple(waiting)

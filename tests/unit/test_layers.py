@@ -58,7 +58,7 @@ EDGES: dict[str, set[str]] = {
         "sync",
     },
     "row_cache": {"compiled", "embeddings", "optim", "placement", "stores", "sync"},
-    "launchers": {"parameter_server", "runtime"},
+    "launchers": {"errors", "parameter_server", "runtime"},
     "parameter_server": {
         "compression",
         "embeddings",

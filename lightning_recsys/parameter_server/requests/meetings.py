@@ -176,11 +176,12 @@ class MeetingRequests:
     # as it would have answered the first.
 
     def _look(self, request: Request) -> object:
-        """The first worker that lives, -1 for none; then those that wait to join."""
+        """The first worker that lives, -1 for none; then those that wait to join and for which nothing is left."""
         run, size = take_plain(request, run=str, size=int)
         known = self._run(run, size)
         first = known.membership.first
-        return [-1 if first is None else first, *sorted(known.waiting)]
+        waiting = sorted(known.waiting) if known.meeting_of_state() is None else []
+        return [-1 if first is None else first, *waiting]
 
     def _wait_to_join(self, request: Request) -> object:
         """Wait for the state of the run: the number of the meeting that it belongs to, -1 where there is none yet."""
@@ -220,6 +221,7 @@ class MeetingRequests:
             membership.join(rank)
             known.brought.pop(rank, None)
             known.waiting.discard(rank)
+            known.state = None  # the next one gets a newer one
             _keep(known, last, known.result)
         elif rank not in membership.joined:
             raise ValueError(f"worker {rank} lives: nobody can take its place")

@@ -288,6 +288,26 @@ def test_process_when_all_others_have_finished_before_it_takes_part_then_it_is_e
     assert workers[3].process.exitcode is not None
 
 
+def test_process_when_the_last_of_its_servers_dies_before_it_takes_part_then_it_ends_with_them(tmp_path, monkeypatch):
+    """It would take part all the same, and then ask servers that are gone."""
+    lost = set()
+    acts = [lambda _: workers[2].process.end(-9), lambda _: finish(workers[0])]
+    workers, told, _ = replaced(tmp_path, monkeypatch, *acts, at_most=2, lost=lost)
+    start = Start(tmp_path)
+    sidecars = Sidecars([ServerSpec("group", 0, ranks=frozenset({1, 2}))])
+
+    def survive(rank, left):
+        told.append((rank, left))
+        lost.add(rank)
+
+    watched.join(workers, sidecars, survive, signal.SIGTERM, Replacing(start, 2, lambda: lost))
+    (new,) = start.started
+    assert new.is_lost
+    assert new.process.exitcode is not None
+    assert told == [(1, 2), (2, 1), (1, 1)]
+    assert [x.succeeded for x in workers] == [True, False, False, False]
+
+
 @pytest.mark.parametrize(("ranks", "starts"), [({0, 1}, 1), ({1}, 0)], ids=["another_one_lives", "none_lives"])
 def test_worker_when_its_servers_end_with_it_then_it_is_not_replaced(tmp_path, monkeypatch, ranks, starts):
     workers, _, _ = replaced(tmp_path, monkeypatch, at_most=1, lost={1})

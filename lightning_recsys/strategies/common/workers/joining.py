@@ -92,7 +92,7 @@ def leave_state(strategy: RecsysStrategy) -> bool:
     try:
         torch.save(state, whole)
         os.replace(whole, path)
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # torch has its own for a file that has no room
         log.warning("The dead workers' places stay empty: what new ones need could not be written (%s).", error)
         whole.unlink(missing_ok=True)
         return False
