@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -184,3 +185,23 @@ def test_process_when_it_fails_before_it_takes_part_then_the_others_go_on_withou
     (said,) = [x for x in caplog.messages if "No process has taken the place" in x]
     assert "of worker 0: ZeroDivisionError: in the setup of another process" in said
     assert len([x for x in caplog.messages if "is to take the place" in x]) == 1  # an error would come again
+
+
+class Forgets(Dies):
+    """The checkpoint that the run went on from is gone when a worker dies."""
+
+    def on_train_start(self, trainer, pl_module):
+        shutil.rmtree(self.folder / "saved", ignore_errors=True)
+
+
+def test_worker_of_a_resumed_run_when_it_dies_then_another_process_goes_on_from_where_the_others_are(tmp_path):
+    saves = ModelCheckpoint(tmp_path / "saved", save_top_k=-1, filename="{epoch}")
+    make_trainer(ShadowSyncStrategy(), saves, max_epochs=1).fit(CountsTwice(), NumbersModule())
+    model, callback = CountsTwice(), Forgets(tmp_path, 0)
+    trainer = make_trainer(ShadowSyncStrategy(max_replacements=1), callback, max_epochs=EPOCHS)
+    trainer.fit(model, NumbersModule(), ckpt_path=tmp_path / "saved" / "epoch=0.ckpt")
+    assert (trainer.callback_metrics["world"], trainer.current_epoch) == (WORLD, EPOCHS)
+    assert model.counted.min() == 1 + 1 / 2 + 1 / 4
+    assert model.counted.sum() <= (1 + 1 / 2 + 1 / 4) * ROWS + 8 * SIZE / 2
+    assert {rate for rate, _ in callback.trained("later", 1)} == {str(RATE / 2)}
+    assert len(callback.trained("later", 2)) >= 4

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 STATE = "state-of-the-run.pt"  # in the folder of the launch
 
 log = logging.getLogger(f"pytorch_lightning.{__name__}")  # which has a handler in worker processes, too
+
+_told: set[str] = set()  # the reasons that this process has given
 
 # The new process starts as every worker did, alone: its collectives give it back what it brought. What all others
 # agreed on at the start, and what the first of them knows of the run by now, is in the state that this one leaves;
@@ -66,9 +68,11 @@ def leave_state(strategy: RecsysStrategy) -> bool:
     where there is nothing that another worker could train, or in one in which a callback averages weights.
     """
     trainer = strategy.task.trainer
-    if strategy.averages is not None:  # a new worker would bring an average of its own, over its steps alone
-        return False
-    if strategy.dealer is None or not trainer.fit_loop.epoch_loop.batch_progress.current.completed:
+    if strategy.dealer is None:
+        return _stays_empty("the shares of its epochs are fixed, so nobody else could train a part of them")
+    if strategy.averages is not None:
+        return _stays_empty("a callback averages weights, and a new worker would bring an average over its steps alone")
+    if not trainer.fit_loop.epoch_loop.batch_progress.current.completed:
         return False
     group = dist.group.WORLD
     assert isinstance(group, MeetingGroup)
@@ -92,11 +96,17 @@ def leave_state(strategy: RecsysStrategy) -> bool:
     try:
         torch.save(state, whole)
         os.replace(whole, path)
-    except (OSError, RuntimeError) as error:  # torch has its own for a file that has no room
-        log.warning("The dead workers' places stay empty: what new ones need could not be written (%s).", error)
+    except Exception as error:  # no room for it, or something that cannot be pickled: the run goes on all the same
         whole.unlink(missing_ok=True)
-        return False
+        return _stays_empty(f"what a new one needs could not be written ({type(error).__name__}: {error})")
     return True
+
+
+def _stays_empty(why: str) -> Literal[False]:
+    if why not in _told:
+        _told.add(why)
+        log.warning("No process can take the place of a worker that died in this run: %s.", why)
+    return False
 
 
 class Joining:
@@ -164,12 +174,15 @@ class Joining:
         """
         strategy, group = self._strategy, dist.group.WORLD
         assert isinstance(group, MeetingGroup)
+        self._take_progress(trainer)  # what fails here fails ahead of taking part, and so for this process alone
+        before = self.state
         self.joined = self._join()
         self._waiting.close()
         patience = strategy.patience.total_seconds()
         place, rank = self._waiting.place, strategy.global_rank
         group.join(Meetings(place, rank=rank, timeout=patience, cancelled=self._cancelled, joined=self.joined))
-        self._take_progress(trainer)
+        if self.state is not before:
+            self._take_progress(trainer)
         with group.alone():
             yield
         log.warning("A new process trains in the place of worker %d, from epoch %d on.", rank, trainer.current_epoch)
