@@ -188,6 +188,7 @@ def join(
         try:
             sidecars.look()
         except ServerLostError as lost:
+            replacing.look(workers)
             _do_without(lost, workers, survive, number)
             sidecars.give_up(lost.spec)
         for worker in (x for x in busy if x.is_busy):
