@@ -70,7 +70,7 @@ def _reader(frame: Any) -> pa.RecordBatchReader:
         raise TypeError(f"from_frame takes a table, and a {type(frame).__name__} is one column: give its .to_frame().")
     try:
         if hasattr(frame, "with_format") and hasattr(frame, "iter"):
-            return _reader_of_batches(frame.with_format("arrow").iter(batch_size=_BATCH_ROWS))
+            return _reader_of_batches(_in_arrow(frame).iter(batch_size=_BATCH_ROWS))
         if hasattr(frame, "__arrow_c_stream__"):
             return pa.RecordBatchReader.from_stream(frame)
         if hasattr(frame, "__dataframe__"):
@@ -86,6 +86,14 @@ def _reader(frame: Any) -> pa.RecordBatchReader:
         "from_frame takes a table of pandas, polars, PyArrow, Hugging Face's datasets or another library that has "
         f"__arrow_c_stream__ or __dataframe__, got {type(frame).__name__}."
     )
+
+
+def _in_arrow(dataset: Any) -> Any:
+    """A data set of Hugging Face whose batches are Arrow's, with the columns that its own format shows."""
+    shown = getattr(dataset, "format", None)
+    if not isinstance(shown, Mapping) or shown.get("output_all_columns", True):
+        return dataset.with_format("arrow")
+    return dataset.with_format("arrow", columns=shown["columns"])
 
 
 def _reader_of_batches(tables: Iterator[pa.Table]) -> pa.RecordBatchReader:

@@ -79,6 +79,39 @@ def hugging_face(frame: pd.DataFrame, *, streams: bool) -> object:
     return found.Dataset.from_pandas(frame.iloc[::-1], preserve_index=False).select(range(299, -1, -1))
 
 
+class Formatted:
+    """A data set as Hugging Face's are: ``set_format`` has chosen columns, and perhaps the others are shown as well."""
+
+    def __init__(self, table: pa.Table, columns: list[str], *, shows_all: bool) -> None:
+        self._table, self.format = table, {"columns": columns, "output_all_columns": shows_all}
+
+    def with_format(self, kind: str, columns: list[str] | None = None) -> Formatted:
+        assert kind == "arrow"
+        return Formatted(self._table, columns or self._table.column_names, shows_all=False)
+
+    def iter(self, batch_size: int):
+        return iter([self._table.select(self.format["columns"])])
+
+
+def with_chosen_columns(made, *, shows_all: bool):
+    """The same of the library's own, where it is installed."""
+    table = pa.Table.from_pandas(rows())
+    if made == "library":
+        found = pytest.importorskip("datasets", reason="Hugging Face's datasets are not installed")
+        dataset = found.Dataset(table)
+        dataset.set_format("numpy", columns=["clicked", "user"], output_all_columns=shows_all)
+        return dataset
+    return Formatted(table, ["clicked", "user"], shows_all=shows_all)
+
+
+@pytest.mark.parametrize("made", ["here", "library"])
+@pytest.mark.parametrize("shows_all", [False, True])
+def test_data_set_when_its_format_chooses_columns_then_those_are_read(tmp_path, made, shows_all):
+    data = TabularDataModule.from_frame(with_chosen_columns(made, shows_all=shows_all), label="clicked", cache=tmp_path)
+    assert "user" in data.fields
+    assert ("tags" in data.fields) == shows_all
+
+
 def polars(frame: pd.DataFrame) -> object:
     found = pytest.importorskip("polars", reason="polars is not installed")
     return found.from_dict({name: frame[name].tolist() for name in frame}, strict=False).fill_nan(None)
