@@ -27,6 +27,7 @@ pytestmark = [
     pytest.mark.distributed,
     pytest.mark.timeout(200),
     pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.* is deprecated"),
+    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
 ]
 
 EPOCHS, RATE = 3, 0.25
