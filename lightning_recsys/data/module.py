@@ -4,21 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import pytorch_lightning as pl
 import torch
 
 from lightning_recsys.data.batch import Batch
 from lightning_recsys.data.loader import BatchLoader, BatchSource, RowSource, Shuffle, ShuffledRows
-
-Split = Literal["train", "validation", "test", "predict"]
-
-
-def check_option(name: str, value: object, allowed: str, *, ok: bool) -> None:
-    """Raise ``ValueError`` that says what an option must be, unless it is."""
-    if not ok:
-        raise ValueError(f"{name} must be {allowed}, got {value!r}.")
+from lightning_recsys.data.options import Split
 
 
 class CTRDataModule(pl.LightningDataModule, ABC):

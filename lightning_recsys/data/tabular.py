@@ -24,7 +24,7 @@ from lightning_recsys.__about__ import __version__
 from lightning_recsys.data.files import check_md5, file_identities
 from lightning_recsys.data.frames import frame_file
 from lightning_recsys.data.guesses.guessing import guess_schema
-from lightning_recsys.data.module import Split, check_option
+from lightning_recsys.data.options import Split, check_option
 from lightning_recsys.data.preparation import ByFile, BySchema, Preparation, SchemaRules, SplitRule
 from lightning_recsys.data.preparation.cache import Lease, RowCache
 from lightning_recsys.data.preparation.encoding import Encoding, check_features, describe_features

@@ -21,7 +21,7 @@ from ray.train import DataConfig
 
 from lightning_recsys.data.frames import frame_file
 from lightning_recsys.data.guesses.guessing import guess_schema
-from lightning_recsys.data.module import Split, check_option
+from lightning_recsys.data.options import Split, check_option
 from lightning_recsys.data.preparation import SchemaRules
 from lightning_recsys.data.preparation.encoding import Encoding
 from lightning_recsys.data.preparation.preprocessing import Summary

@@ -18,7 +18,8 @@ from ray.train import get_dataset_shard
 from lightning_recsys.data import Batch
 from lightning_recsys.data.hashing import key64
 from lightning_recsys.data.loader import Request, Shuffle
-from lightning_recsys.data.module import CTRDataModule, Split, check_option
+from lightning_recsys.data.module import CTRDataModule
+from lightning_recsys.data.options import Split, check_option
 from lightning_recsys.data.preparation.encoding import Encoding, check_features, describe_features, embedded
 from lightning_recsys.data.prepared.manifest import LABEL
 from lightning_recsys.data.tables.schema import Schema, feature_name

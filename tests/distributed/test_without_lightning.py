@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 PROGRAM = """
 import logging, sys
 import torch
@@ -30,3 +32,20 @@ def test_row_optimizers_subclass_when_lightning_was_never_imported_then_trains_a
     trained = "[[0.0, 0.0], [-0.5, -0.5], [0.0, 0.0]]"
     assert output[0].startswith("Half is no rule of lightning_recsys.optim, so its own update_ trains the rows")
     assert output[1:] == [trained, trained]
+
+
+@pytest.mark.parametrize(
+    ("module", "needs"),
+    [
+        ("lightning_recsys.parameter_server.server", "zmq"),
+        ("lightning_recsys.data.preparation", "pyarrow"),  # of processes that prepare rows
+        ("lightning_recsys.ray.servers", "ray"),  # of actors
+        ("lightning_recsys.ray.encoding", "ray"),  # of tasks that encode rows
+    ],
+)
+def test_process_that_trains_nothing_when_it_starts_then_it_does_not_import_lightning(module, needs):
+    """Which takes it longer than all the rest."""
+    pytest.importorskip(needs, reason=f"{needs} is not installed")
+    program = f"import {module}, sys; print(sorted({{'pytorch_lightning', 'lightning_fabric'}} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", program], check=True, timeout=100, capture_output=True, text=True)
+    assert done.stdout == "[]\n"

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from lightning_recsys.data.batch import Batch
 from lightning_recsys.data.generated.teacher import SyntheticClicks
-from lightning_recsys.data.module import CTRDataModule, Split, check_option
+from lightning_recsys.data.module import CTRDataModule
+from lightning_recsys.data.options import Split, check_option
 from lightning_recsys.metrics import NormalizedEntropy
 
 # Like many click logs: mostly small fields, a few of thousands of ids; a million rows are enough to learn them.

@@ -40,7 +40,7 @@ from lightning_recsys.data.graph.tables import (
     used_words,
 )
 from lightning_recsys.data.hashing import key64
-from lightning_recsys.data.module import Split
+from lightning_recsys.data.options import Split
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,8 @@ from lightning_recsys.data.graph.readers import Format, read_nodes
 from lightning_recsys.data.graph.sampling import NeighborSampler
 from lightning_recsys.data.graph.tables import TableOptions, named_table
 from lightning_recsys.data.loader import Shuffle
-from lightning_recsys.data.module import CTRDataModule, Split
+from lightning_recsys.data.module import CTRDataModule
+from lightning_recsys.data.options import Split
 
 _ORIGIN = "origin.json"
 """In a folder of arrays, what they were made from."""

@@ -31,7 +31,7 @@ from lightning_recsys.data.graph.tables import (
     table_options,
     used_words,
 )
-from lightning_recsys.data.module import Split
+from lightning_recsys.data.options import Split
 from lightning_recsys.data.preparation.encoding import FIRST_ID
 from lightning_recsys.data.preparation.schema_rules import SchemaRules
 from lightning_recsys.data.preparation.vocabulary import count_values

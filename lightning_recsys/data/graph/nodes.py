@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from pyarrow import feather
 
 from lightning_recsys.data.graph.csr import CSRGraph, Ids, save_arrays
-from lightning_recsys.data.module import Split
+from lightning_recsys.data.options import Split
 from lightning_recsys.data.raw.kernels import hash_values
 
 SplitBy = Literal["share", "time"]

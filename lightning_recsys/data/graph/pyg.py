@@ -13,7 +13,7 @@ from lightning_recsys.data.graph.csr import CSRGraph, Ids
 from lightning_recsys.data.graph.interactions import Interactions
 from lightning_recsys.data.graph.nodes import UNLABELED, Bags, NodeData
 from lightning_recsys.data.graph.readers import as_classes
-from lightning_recsys.data.module import Split
+from lightning_recsys.data.options import Split
 from lightning_recsys.embeddings import EmbeddingBagCollection, SparseFeatures
 
 _MASKS: dict[Split, str] = {"train": "train_mask", "validation": "val_mask", "test": "test_mask"}

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from lightning_recsys.data.files import DAMAGED
 from lightning_recsys.data.graph.csr import CSRGraph, Ids
 from lightning_recsys.data.graph.nodes import UNLABELED, Bags, NodeData
-from lightning_recsys.data.module import Split
+from lightning_recsys.data.options import Split
 
 WORDS = "words"
 """The name of a sparse feature that has none in its file."""

@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 
 from lightning_recsys.__about__ import __version__
 from lightning_recsys.data.files import InputFile
-from lightning_recsys.data.module import Split, check_option
+from lightning_recsys.data.options import Split, check_option
 from lightning_recsys.data.preparation.learning import learn
 from lightning_recsys.data.preparation.preprocessing import ColumnRules, Learned, Summary
 from lightning_recsys.data.preparation.schema_split import BySchema, survey_rows

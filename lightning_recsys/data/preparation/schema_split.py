@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_recsys.data.hashing import key64, mix64
-from lightning_recsys.data.module import Split
+from lightning_recsys.data.options import Split
 from lightning_recsys.data.preparation.source import RawSource
 from lightning_recsys.data.preparation.splits import SPLITS, SplitRule, Times, parted
 from lightning_recsys.data.raw import RawFormat, TabularFormat

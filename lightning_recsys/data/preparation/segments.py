@@ -12,7 +12,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from lightning_recsys.data.module import Split
+from lightning_recsys.data.options import Split
 from lightning_recsys.data.preparation.shards import Rows, ShardWriter
 from lightning_recsys.data.preparation.splits import SPLITS
 from lightning_recsys.data.prepared.manifest import Shard, write_atomically

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_recsys.data.files import InputFile
-from lightning_recsys.data.module import Split
+from lightning_recsys.data.options import Split
 from lightning_recsys.data.preparation.splits import SPLITS, SplitRule
 from lightning_recsys.data.raw import Block, Position, RawColumns, RawFormat
 from lightning_recsys.data.raw.columns import OnBadRow, SkippedRows

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from lightning_recsys.data.files import find_files
 from lightning_recsys.data.hashing import key64, mix64, uniform
-from lightning_recsys.data.module import Split
+from lightning_recsys.data.options import Split
 from lightning_recsys.data.raw import RawFormat
 from lightning_recsys.typed_yaml import make
 

@@ -13,7 +13,8 @@ import torch
 
 from lightning_recsys.data.batch import Batch
 from lightning_recsys.data.loader import Shuffle
-from lightning_recsys.data.module import CTRDataModule, Split, check_option
+from lightning_recsys.data.module import CTRDataModule
+from lightning_recsys.data.options import Split, check_option
 from lightning_recsys.data.prepared.compatibility import check_encoding, describe_encoding
 from lightning_recsys.data.prepared.manifest import Manifest
 from lightning_recsys.data.prepared.rows import PreparedRows

@@ -18,7 +18,7 @@ import yaml  # type: ignore[import-untyped]
 from numpy.typing import NDArray
 
 from lightning_recsys.data.files import find_files
-from lightning_recsys.data.module import Split
+from lightning_recsys.data.options import Split
 from lightning_recsys.data.raw.columns import BadLine, Bags, OnBadRow, RawColumns, RawFormat, RowJudge, SkippedRows
 from lightning_recsys.data.raw.derived import derive
 from lightning_recsys.data.raw.side_tables import SideTables, ambiguous

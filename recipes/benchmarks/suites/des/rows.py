@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from lightning_recsys.data import Batch
 from lightning_recsys.data.loader import RowSource
-from lightning_recsys.data.module import CTRDataModule, Split
+from lightning_recsys.data.module import CTRDataModule
+from lightning_recsys.data.options import Split
 from lightning_recsys.embeddings import SparseFeatures
 
 
