@@ -86,7 +86,7 @@ def run_worker(
         state: The pickled :class:`ProcessState` of the main process.
         failures: Where the pickled :class:`Failure` goes, if there is one.
         num_threads: As in :func:`configure_worker`.
-        replaces: See :class:`Launched`.
+        replaces: This process takes the place of a worker that died.
     """
     end_with_parent(*folders)
     folder = folders[0]

@@ -90,20 +90,26 @@ class WaitingPlace:
         self.place, self.rank, self._cancelled = place, rank, cancelled
         self._connection = place.connect(cancelled)
 
-    def wait_for_state(self) -> int:
-        """Return when the first worker has left what it knows of the run: the number of the meeting before.
+    def wait_for_state(self) -> tuple[int, int]:
+        """Return when the first worker has left what it knows of the run: the last meeting and the pass, by numbers.
 
         Raises:
             TimeoutError: this process was asked to end.
         """
         for _ in turns(cancelled=self._cancelled):
-            if (number := self._ask("wait_to_join").value) >= 0:
-                return int(number)
+            if place := self._ask("wait_to_join").value:
+                meeting, number = place
+                return meeting, number
         raise TimeoutError(f"worker {self.rank}, which was to take the place of one that died, was asked to end.")
 
-    def join(self, meeting: int) -> Joined | None:
-        """Take part; ``None`` where another meeting has been since, or there is nothing to train in this pass."""
-        state, *numbers = self._ask("join", number=meeting).arrays[0].tolist()
+    def join(self, place: tuple[int, int]) -> Joined | None:
+        """Take part; ``None`` where another meeting or pass has been since, or nothing is left of this one to train.
+
+        Args:
+            place: What :meth:`wait_for_state` has given.
+        """
+        meeting, number = place
+        state, *numbers = self._ask("join", meeting=meeting, number=number).arrays[0].tolist()
         return Joined(numbers[0], tuple(numbers[2:]), numbers[1]) if state == OVER else None
 
     def _ask(self, operation: str, **arguments: int) -> Reply:
@@ -202,10 +208,14 @@ class Meetings:
         first, *waiting = self._connection.request("look", arguments=arguments).value
         return first, tuple(waiting)
 
-    def leave_state(self) -> None:
-        """Tell those that wait to join that what they need is there, from behind the last meeting."""
-        arguments = {"run": self.place.run, "size": self.place.size, "rank": self.rank, "number": self._number}
-        self._connection.request("leave_state", arguments=arguments)
+    def leave_state(self, number: int) -> None:
+        """Tell those that wait to join that what they need is there, from behind the last meeting.
+
+        Args:
+            number: Of the pass through the data that it is from.
+        """
+        common = {"run": self.place.run, "size": self.place.size, "rank": self.rank}
+        self._connection.request("leave_state", arguments={**common, "meeting": self._number, "number": number})
 
     def close(self) -> None:
         """Meet nobody any more."""
@@ -248,6 +258,11 @@ class ShareDealer:
         self.pauses: Callable[[], bool] = lambda: False
         self.while_waiting: Callable[[], AbstractContextManager[Callable[[], None]]] = lambda: nullcontext(lambda: None)
         self._pass = passes  # number of the pass that is under way
+
+    @property
+    def number(self) -> int:
+        """Number of the pass that is under way; 0 before the first."""
+        return self._pass
 
     def __call__(self, num_batches: int) -> Iterator[Lease]:
         """The leases of a new pass, in which every worker has a share of so many batches.

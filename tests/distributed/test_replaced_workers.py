@@ -206,3 +206,13 @@ def test_worker_of_a_resumed_run_when_it_dies_then_another_process_goes_on_from_
     assert model.counted.sum() <= (1 + 1 / 2 + 1 / 4) * ROWS + 8 * SIZE / 2
     assert {rate for rate, _ in callback.trained("later", 1)} == {str(RATE / 2)}
     assert len(callback.trained("later", 2)) >= 4
+
+
+def test_worker_when_epochs_follow_each_other_without_a_meeting_then_the_new_one_trains_the_same_epochs(tmp_path):
+    callback = Dies(tmp_path, 0)
+    model, trainer = fit(AsyncParameterServerStrategy(max_replacements=1), callback, limit_val_batches=0)
+    assert trainer.current_epoch == EPOCHS
+    assert model.counted.min() == 1 + 1 / 2 + 1 / 4
+    assert model.counted.sum() <= (1 + 1 / 2 + 1 / 4) * ROWS + 8 * SIZE / 2
+    assert len(callback.trained("later", 2)) >= 4
+    assert callback.trained("later", 3) == []

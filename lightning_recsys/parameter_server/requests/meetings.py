@@ -56,8 +56,8 @@ class _Run:
         leases: Shares of the pass through the data that is under way, once a worker has asked for one.
         number: Number of the pass through the data that ``leases`` belongs to.
         waiting: The ranks of processes that are to take the places of dead workers, and do not take part yet.
-        state: The worker that has left for them what it knows of the run, and the number of the meeting behind which
-            it did so, within a pass through the data; ``None`` where nobody has.
+        state: The worker that has left for them what it knows of the run, with the numbers of the meeting behind which
+            and of the pass through the data within which it did so; ``None`` where nobody has.
     """
 
     membership: Membership
@@ -68,13 +68,16 @@ class _Run:
     leases: ShardLeases | None = None
     number: int = 0
     waiting: set[int] = field(default_factory=set)
-    state: tuple[int, int] | None = None
+    state: tuple[int, int, int] | None = None
 
-    def meeting_of_state(self) -> int | None:
-        """The number of the last meeting, where what was left for those that join is from behind it."""
+    def place_of_state(self) -> list[int]:
+        """The meeting and the pass that the state for those that join is from; empty where that is over.
+
+        Both are needed: a run that neither validates nor saves goes from pass to pass without a meeting.
+        """
         last = self.membership.last
-        is_there = self.state is not None and last is not None and self.state[1] == last.number
-        return last.number if is_there and last is not None else None
+        place = [] if self.state is None else list(self.state[1:])
+        return place if last is not None and place == [last.number, self.number] else []
 
 
 class MeetingRequests:
@@ -169,50 +172,49 @@ class MeetingRequests:
         return sorted(self._run(run, size).membership.lost)
 
     # A process that takes the place of a dead worker says that it waits. The first worker hears of it (`look`) between
-    # two steps of a pass through the data, and leaves a file for it, with the number of the last meeting. As long as no
-    # other meeting ends, every member is within that pass, or waits at its end: there the process can join, if there is
-    # a lease for it. Leases are written before members are. A server that is killed between the two leaves a lease of
-    # one that is still dead, whose batches go to the others; one that is killed behind both answers the second question
-    # as it would have answered the first.
+    # two steps of a pass through the data, and leaves a file for it, with the numbers of the last meeting and the pass.
+    # As long as no other meeting ends, and no other pass begins, every member is within that pass, at its end, or
+    # behind: there the process can join, if there is a lease for it. Leases are written before members are. A server
+    # that is killed between the two leaves a lease of one that is still dead, whose batches go to the others; one that
+    # is killed behind both answers the second question as it would have answered the first.
 
     def _look(self, request: Request) -> object:
         """The first worker that lives, -1 for none; then those that wait to join and for which nothing is left."""
         run, size = take_plain(request, run=str, size=int)
         known = self._run(run, size)
         first = known.membership.first
-        waiting = sorted(known.waiting) if known.meeting_of_state() is None else []
+        waiting = [] if known.place_of_state() else sorted(known.waiting)
         return [-1 if first is None else first, *waiting]
 
     def _wait_to_join(self, request: Request) -> object:
-        """Wait for the state of the run: the number of the meeting that it belongs to, -1 where there is none yet."""
+        """Wait for the state of the run: the meeting and the pass that it is from, nothing where there is none yet."""
         run, size, rank = take_plain(request, run=str, size=int, rank=int)
         known = self._run(run, size)
         _check_rank(rank, size)
         if rank not in known.membership.lost:
             raise ValueError(f"worker {rank} lives: nobody can take its place")
         known.waiting.add(rank)
-        number = known.meeting_of_state()
-        return -1 if number is None else number
+        return known.place_of_state()
 
     def _leave_state(self, request: Request) -> object:
-        """A worker has left what those need that join behind this meeting."""
-        run, size, rank, number = take_plain(request, run=str, size=int, rank=int, number=int)
+        """A worker has left what those need that join behind this meeting, within this pass."""
+        run, size, rank, meeting, number = take_plain(request, run=str, size=int, rank=int, meeting=int, number=int)
         known = self._run(run, size)
         _check_rank(rank, size)
         if rank not in known.membership.lost:
-            known.state = rank, number
+            known.state = rank, meeting, number
         return None
 
     def _join(self, request: Request) -> object:
         """Take part: ``[OVER, the last meeting, the pass, members ...]``; ``[WAIT]`` where that cannot be yet."""
-        run, size, rank, number = take_plain(request, run=str, size=int, rank=int, number=int)
+        run, size, rank, meeting, number = take_plain(request, run=str, size=int, rank=int, meeting=int, number=int)
         known = self._run(run, size)
         _check_rank(rank, size)
         membership, last = known.membership, known.membership.last
-        if last is None or last.number != number or known.leases is None:
+        if last is None or [last.number, known.number] != [meeting, number] or known.leases is None:
             return _answer(WAIT)
         if rank in membership.lost:
-            if known.meeting_of_state() != number:
+            if not known.place_of_state():
                 return _answer(WAIT)
             with _leases_kept(known):
                 has_lease = known.leases.join(rank)
@@ -222,10 +224,15 @@ class MeetingRequests:
             known.brought.pop(rank, None)
             known.waiting.discard(rank)
             known.state = None  # the next one gets a newer one
-            _keep(known, last, known.result)
+            try:
+                _keep(known, last, known.result)
+            except BaseException:  # it is told that it does not take part
+                membership.lose(rank)
+                known.leases.lose(rank)
+                raise
         elif rank not in membership.joined:
             raise ValueError(f"worker {rank} lives: nobody can take its place")
-        return _answer(OVER, number, known.number, *membership.expected)
+        return _answer(OVER, meeting, number, *membership.expected)
 
     def _take(self, request: Request) -> object:
         """A worker's next lease in a pass through the data: ``[SEND, number, owner, first, last]``, or how it stands.

@@ -509,7 +509,7 @@ def test_request_when_it_is_odd_then_it_is_refused_and_the_next_is_served(place,
         "meet": a_meeting(0),
         "take_share": {"rank": 0, "number": 1, "shard": 4, "lease": 2, "latest": 0},
         "lose": {"rank": 1},
-        "leave_state": {"rank": 0, "number": 1},
+        "leave_state": {"rank": 0, "meeting": 1, "number": 1},
         "look": {},
     }[operation]
     brought = [torch.empty(0, dtype=torch.uint8)] if operation == "meet" else []
@@ -540,24 +540,24 @@ def test_place_when_another_process_joins_then_all_meet_with_it_whatever_is_kill
     meet(*others)
     leases = [next(dealer) for dealer in dealers]
     with pytest.raises(RequestRefusedError, match="worker 1 lives: nobody can take its place"):
-        ask("join", rank=1, number=1)
+        ask("join", rank=1, meeting=1, number=1)
     assert place.lose(0)
     place.server.restart()
     assert others[1].look() == (1, ())
-    assert ask("wait_to_join", rank=0).value == -1
+    assert ask("wait_to_join", rank=0).value == []
     assert others[1].look() == (1, (0,))
-    assert waiting.join(1) is None  # nobody has left anything for it
-    others[1].leave_state()
-    assert ask("wait_to_join", rank=0).value == 1
+    assert waiting.join((1, 1)) is None  # nobody has left anything for it
+    others[1].leave_state(1)
+    assert ask("wait_to_join", rank=0).value == [1, 1]
     place.server.restart()
-    assert waiting.join(1) is None  # forgotten
-    others[2].leave_state()
+    assert waiting.join((1, 1)) is None  # forgotten
+    others[2].leave_state(1)
     place.lose(2)  # which has left it: whoever is the first now may not know that it is
-    assert waiting.join(1) is None
-    others[1].leave_state()
-    joined = waiting.join(1)
+    assert waiting.join((1, 1)) is None
+    others[1].leave_state(1)
+    joined = waiting.join((1, 1))
     place.server.restart()
-    assert joined == waiting.join(1) == Joined(meeting=1, members=(1, 2, 0), number=1)  # the answer was lost
+    assert joined == waiting.join((1, 1)) == Joined(meeting=1, members=(1, 2, 0), number=1)  # the answer was lost
     assert others[1].look() == (1, ())
     new = Meetings(place, rank=0, timeout=20.0, joined=joined)
     share = iter(ShareDealer(place, rank=0, passes=joined.number - 1)(20))
@@ -577,18 +577,64 @@ def test_place_when_the_pass_is_over_or_another_meeting_was_then_nobody_joins_ye
         brought = [torch.zeros(1, dtype=torch.uint8)]
         place.server.request("meet", arguments=a_meeting(rank), arrays=brought)
     first._number = 1
-    assert waiting.join(1) is None  # no pass has begun
+    assert waiting.join((1, 1)) is None  # no pass has begun
     leases = [iter(ShareDealer(place, rank=rank)(4)) for rank in (0, 2)]
     for dealer in leases:
         next(dealer)
     place.lose(1)
-    first.leave_state()
+    first.leave_state(1)
     taken = [next(dealer, None) for dealer in leases[:1]]
     assert taken[0].owner == 1
-    assert waiting.join(1) is None  # nothing is left for it in this pass
+    assert waiting.join((1, 1)) is None  # nothing is left for it in this pass
     assert place.lost() == {1}
     place.lose(2)
     arguments = {**size, "rank": 0, "number": 2, "kind": "barrier all", "may_miss": True, "combine": "all"}
     place.server.request("meet", arguments=arguments, arrays=[torch.zeros(1, dtype=torch.uint8)])
-    assert waiting.join(1) is None  # what was left is from before the last meeting
-    assert place.server.request("wait_to_join", arguments={**size, "rank": 1}).value == -1
+    assert waiting.join((1, 1)) is None  # what was left is from before the last meeting
+    assert place.server.request("wait_to_join", arguments={**size, "rank": 1}).value == []
+
+
+def test_place_when_the_next_pass_begins_without_a_meeting_then_nobody_joins_it_with_the_state_of_the_one_before(
+    place, monkeypatch
+):
+    """A run that neither validates nor saves does so; epochs would be shuffled otherwise by who joins."""
+    waiting, meetings = WaitingPlace(place, rank=1), Meetings(place, rank=0, timeout=20.0)
+    for rank in range(3):
+        brought = [torch.zeros(1, dtype=torch.uint8)]
+        place.server.request("meet", arguments=a_meeting(rank), arrays=brought)
+    meetings._number = 1
+    dealer = ShareDealer(place, rank=0)
+    first_pass = iter(dealer(2))
+    next(first_pass)
+    place.lose(1)
+    place.lose(2)
+    meetings.leave_state(dealer.number)
+    assert waiting.wait_for_state() == (1, 1)
+    for _ in first_pass:  # with the shares of the dead
+        pass
+    assert waiting.join((1, 1)) is None  # nothing is left of it
+    second_pass = iter(dealer(2))
+    next(second_pass)
+    assert dealer.number == 2
+    assert waiting.join((1, 1)) is None
+    assert meetings.look() == (0, (1,))  # it needs another one
+    meetings.leave_state(1)  # of a first worker that is behind
+    assert meetings.look() == (0, (1,))
+    meetings.leave_state(dealer.number)
+    assert waiting.wait_for_state() == (1, 2)
+
+    def full(*_):
+        raise OSError("no space left on the device")
+
+    written = KeptBytes.write
+    with monkeypatch.context() as patch:  # room for the leases, and none for the members
+        patch.setattr(
+            KeptBytes,
+            "write",
+            lambda self, *parts: written(self, *parts) if len(parts) == 1 and b"lease_size" in parts[0] else full(),
+        )
+        with pytest.raises(RequestRefusedError, match="no space left"):
+            waiting.join((1, 2))
+    assert place.lost() == {1, 2}
+    meetings.leave_state(dealer.number)
+    assert waiting.join((1, 2)) == Joined(meeting=1, members=(0, 2, 1), number=2)

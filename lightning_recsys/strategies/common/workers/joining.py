@@ -61,8 +61,8 @@ class RunState:
     parts: dict[str, dict[str, Any]]
 
 
-def leave_state(strategy: RecsysStrategy) -> bool:
-    """Leave the state of the run, on its first worker, between two steps; whether it could be left now.
+def leave_state(strategy: RecsysStrategy) -> int:
+    """Leave the state of the run, on its first worker, between two steps: the pass that it is from, 0 if it could not.
 
     It cannot be ahead of an epoch's first step, in which all workers may meet; nor in a run whose shares are fixed,
     where there is nothing that another worker could train, or in one in which a callback averages weights.
@@ -73,7 +73,7 @@ def leave_state(strategy: RecsysStrategy) -> bool:
     if strategy.averages is not None:
         return _stays_empty("a callback averages weights, and a new worker would bring an average over its steps alone")
     if not trainer.fit_loop.epoch_loop.batch_progress.current.completed:
-        return False
+        return 0
     group = dist.group.WORLD
     assert isinstance(group, MeetingGroup)
     assert strategy.launched is not None
@@ -99,14 +99,14 @@ def leave_state(strategy: RecsysStrategy) -> bool:
     except Exception as error:  # no room for it, or something that cannot be pickled: the run goes on all the same
         whole.unlink(missing_ok=True)
         return _stays_empty(f"what a new one needs could not be written ({type(error).__name__}: {error})")
-    return True
+    return strategy.dealer.number
 
 
-def _stays_empty(why: str) -> Literal[False]:
+def _stays_empty(why: str) -> Literal[0]:
     if why not in _told:
         _told.add(why)
         log.warning("No process can take the place of a worker that died in this run: %s.", why)
-    return False
+    return 0
 
 
 class Joining:
@@ -139,7 +139,7 @@ class Joining:
         Raises:
             TimeoutError: this process was asked to end.
         """
-        self._meeting = self._waiting.wait_for_state()
+        self._place = self._waiting.wait_for_state()
         self.state = self._load()
         trainer = self._strategy.task.trainer
         trainer.num_sanity_val_steps = 0
@@ -189,10 +189,10 @@ class Joining:
 
     def _join(self) -> Joined:
         for _ in turns(cancelled=self._cancelled):
-            if (joined := self._waiting.join(self._meeting)) is not None:
+            if (joined := self._waiting.join(self._place)) is not None:
                 return joined
-            if (meeting := self._waiting.wait_for_state()) != self._meeting:
-                self._meeting, self.state = meeting, self._load()
+            if (place := self._waiting.wait_for_state()) != self._place:
+                self._place, self.state = place, self._load()
         raise TimeoutError(f"worker {self._strategy.global_rank} was asked to end before it took part.")
 
     def _take_progress(self, trainer: pl.Trainer) -> None:

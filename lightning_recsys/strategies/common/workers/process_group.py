@@ -74,8 +74,8 @@ class MeetingGroup(dist.ProcessGroup):
         size: Number of workers at the start of the run.
         take_first_place: Called once this worker is the first of those that live, where it was not from the start:
             behind a meeting, or in :meth:`look_who_lives`.
-        leave_state: Called on the first worker in :meth:`look_who_lives` while others wait to join; whether it has left
-            what they need. ``None`` where nobody joins.
+        leave_state: Called on the first worker in :meth:`look_who_lives` while others wait to join; the pass through
+            the data of which it has left what they need, 0 where it has not. ``None`` where nobody joins.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class MeetingGroup(dist.ProcessGroup):
         *,
         size: int,
         take_first_place: Callable[[], None] = lambda: None,
-        leave_state: Callable[[], bool] | None = None,
+        leave_state: Callable[[], int] | None = None,
     ) -> None:
         super().__init__(meetings.rank, size)
         self._meetings = meetings
@@ -186,8 +186,8 @@ class MeetingGroup(dist.ProcessGroup):
         first, waiting = meetings.look()
         if first == meetings.rank:
             self._be_first()
-        if self._is_first and waiting and self._leave_state is not None and self._leave_state():
-            meetings.leave_state()
+        if self._is_first and waiting and self._leave_state is not None and (number := self._leave_state()):
+            meetings.leave_state(number)
 
     # --- Collectives, by torch's names -------------------------------------------------------------------------------
 
@@ -289,7 +289,7 @@ def use_meetings(
     *,
     cancelled: Callable[[], bool],
     take_first_place: Callable[[], None],
-    leave_state: Callable[[], bool] | None = None,
+    leave_state: Callable[[], int] | None = None,
     joins: bool = False,
 ) -> str:
     """Let ``torch.distributed`` make the default group of this process one that meets there; the backend's name.
