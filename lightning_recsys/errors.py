@@ -223,6 +223,23 @@ class WorkerLostError(RuntimeError):
         )
 
 
+class RunOverError(RuntimeError):
+    """A process was to take the place of a worker that died, and the others have come to the end of the run.
+
+    Args:
+        rank: The rank of the worker that died.
+    """
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(rank)
+        self.rank = rank
+
+    def __str__(self) -> str:
+        return (
+            f"the run was over before another process had taken the place of worker {self.rank}: nothing is left to do"
+        )
+
+
 @contextlib.contextmanager
 def network_errors() -> collections.abc.Iterator[None]:
     """Let errors of an fsspec file system be ``OSError``; the libraries behind it raise some that are none."""

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 import fsspec
 from fsspec.utils import get_protocol
@@ -57,6 +61,28 @@ def remove(place: Place) -> None:
         shutil.rmtree(place)
     else:
         place.unlink(missing_ok=True)
+
+
+@contextmanager
+def whole_file(place: Place) -> Iterator[IO[bytes]]:
+    """A file to write, which is there as a whole once it is left without an error, and not at all before.
+
+    Raises:
+        OSError: it cannot be written; what was there stays.
+    """
+    if is_remote(place):
+        buffer = io.BytesIO()  # a file behind a URL counts as written however it is closed
+        yield buffer
+        with network_errors():
+            place.write_bytes(buffer.getvalue())
+        return
+    draft = place.with_name(f".{place.name}.part")
+    try:
+        with draft.open("wb") as file:
+            yield file
+        draft.replace(place)
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 def size_of(file: Place) -> int:

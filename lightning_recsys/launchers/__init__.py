@@ -4,8 +4,7 @@ from lightning_recsys.launchers.engine import EngineEnvironment
 from lightning_recsys.launchers.forkserver import ForkserverLauncher
 from lightning_recsys.launchers.node_servers import NodeServers
 from lightning_recsys.launchers.sidecars import ServerSpec, Sidecars
-from lightning_recsys.launchers.started import Started, started_processes
-from lightning_recsys.launchers.worker import Launched
+from lightning_recsys.launchers.started import Launched, Started, started_processes
 
 __all__ = [
     "EngineEnvironment",

@@ -6,6 +6,8 @@ from abc import abstractmethod
 
 from lightning_fabric.plugins.environments.cluster_environment import ClusterEnvironment
 
+from lightning_recsys.launchers.started import Launched
+
 
 class EngineEnvironment(ClusterEnvironment):
     """The environment of ranks that an engine has placed, on nodes that may run different numbers of them.
@@ -26,6 +28,10 @@ class EngineEnvironment(ClusterEnvironment):
     @abstractmethod
     def job(self) -> str:
         """The job's name, which it keeps when the engine starts its ranks again, and which no other job has."""
+
+    def launched(self) -> Launched | None:
+        """How this rank was started, where the engine replaces a rank that dies and lets the others go on."""
+        return None
 
     @property
     def num_nodes(self) -> int:

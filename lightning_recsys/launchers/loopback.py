@@ -36,14 +36,15 @@ def keep_store(port: int) -> TCPStore:
     )
 
 
-def join_store(port: int, *, timeout: timedelta) -> TCPStore:
-    """Connect to a store that :func:`keep_store` keeps in another process of this machine.
+def join_store(port: int, *, timeout: timedelta, host: str = LOOPBACK) -> TCPStore:
+    """Connect to a store that another process keeps, such as by :func:`keep_store`.
 
     Args:
         port: Port of the store.
+        host: Where that process is.
         timeout: Time to wait for the store, and for each value that is not there yet.
 
     Raises:
         RuntimeError: nobody keeps a store there.
     """
-    return TCPStore(LOOPBACK, port, is_master=False, timeout=timeout, wait_for_workers=False)
+    return TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)

@@ -1,11 +1,28 @@
-"""How many processes torchrun or SLURM has started, on how many nodes, as it tells each of them."""
+"""How the processes of a run were started, as it is told to each of them."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
 _NO_STEP = ("bash", "interactive")  # names of SLURM jobs whose processes people start by hand
+
+
+@dataclass(frozen=True)
+class Launched:
+    """How this process was started, where the others may go on without a worker that dies.
+
+    Args:
+        run: Name of this start of the run, letters and digits, which no other has.
+        folder: Where the first worker leaves what others need that join: the folder of the launch, which is gone after
+            it, or a path or URL that all machines of the run share.
+        replaces: It takes the place of a worker that died: the others may train already.
+    """
+
+    run: str
+    folder: Path | str
+    replaces: bool
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from pytorch_lightning.trainer.states import TrainerStatus
 
 from lightning_recsys.launchers.processes import end_with_parent
 from lightning_recsys.launchers.results import save_results
+from lightning_recsys.launchers.started import Launched
 from lightning_recsys.runtime import ProcessState, configure_worker
 
 
@@ -42,19 +43,6 @@ class Job:
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Launched:
-    """How this process was started, for the strategy in it.
-
-    Args:
-        folder: The folder of the launch, which is gone after it.
-        replaces: It takes the place of a worker that died: the others train already.
-    """
-
-    folder: Path
-    replaces: bool
 
 
 @dataclass(frozen=True)
@@ -102,7 +90,8 @@ def run_worker(
         job = _load_job(job_path(folder, rank))
         trainer = job.trainer
         job.strategy._launcher = None  # this process is one of the launched: nothing in it launches again
-        job.strategy.launched = Launched(folder, replaces)  # type: ignore[attr-defined]  # ours all have it
+        strategy: Any = job.strategy  # ours all have what follows
+        strategy.launched = Launched(strategy.run_name, folder, replaces)
         job.strategy.set_world_ranks()
         value = job.function(*job.args, **job.kwargs)
         save_results(value, trainer, folder, rank=rank)

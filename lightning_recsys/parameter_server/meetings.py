@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from lightning_recsys.errors import WorkerLostError
+from lightning_recsys.errors import RunOverError, WorkerLostError
 from lightning_recsys.parameter_server.access.keys import ClientKeys, JobKeys, Token
 from lightning_recsys.parameter_server.client import Connection
 from lightning_recsys.parameter_server.connect import client_keys
@@ -61,6 +61,11 @@ class MeetingPlace:
         with self.connected() as connection:
             return frozenset(connection.request("lost", arguments={"run": self.run, "size": self.size}).value)
 
+    def end_run(self) -> None:
+        """Tell processes that wait to join, and those that will, that all workers have come to the end of the run."""
+        with self.connected() as connection:
+            connection.request("end_run", arguments={"run": self.run, "size": self.size})
+
 
 @dataclass(frozen=True)
 class Joined:
@@ -95,9 +100,14 @@ class WaitingPlace:
 
         Raises:
             TimeoutError: this process was asked to end.
+            RunOverError: the others have come to the end of the run.
+            RequestRefusedError: there are no others any more.
         """
         for _ in turns(cancelled=self._cancelled):
-            if place := self._ask("wait_to_join").value:
+            place = self._ask("wait_to_join").value
+            if place is None:
+                raise RunOverError(self.rank)
+            if place:
                 meeting, number = place
                 return meeting, number
         raise TimeoutError(f"worker {self.rank}, which was to take the place of one that died, was asked to end.")

@@ -58,6 +58,7 @@ class _Run:
         waiting: The ranks of processes that are to take the places of dead workers, and do not take part yet.
         state: The worker that has left for them what it knows of the run, with the numbers of the meeting behind which
             and of the pass through the data within which it did so; ``None`` where nobody has.
+        is_over: All workers have come to the end of the run.
     """
 
     membership: Membership
@@ -69,6 +70,7 @@ class _Run:
     number: int = 0
     waiting: set[int] = field(default_factory=set)
     state: tuple[int, int, int] | None = None
+    is_over: bool = False
 
     def place_of_state(self) -> list[int]:
         """The meeting and the pass that the state for those that join is from; empty where that is over.
@@ -102,6 +104,7 @@ class MeetingRequests:
                 "wait_to_join": self._wait_to_join,
                 "leave_state": self._leave_state,
                 "join": self._join,
+                "end_run": self._end_run,
                 "take_share": self._take,
                 "finish_share": self._finish,
             }
@@ -187,13 +190,20 @@ class MeetingRequests:
         return [-1 if first is None else first, *waiting]
 
     def _wait_to_join(self, request: Request) -> object:
-        """Wait for the state of the run: the meeting and the pass that it is from, nothing where there is none yet."""
+        """Wait for the state of the run: the meeting and the pass that it is from, nothing where there is none yet.
+
+        ``None`` where the run is over.
+        """
         run, size, rank = take_plain(request, run=str, size=int, rank=int)
         known = self._run(run, size)
         _check_rank(rank, size)
+        if known.is_over:
+            return None
         if rank not in known.membership.lost:
             raise ValueError(f"worker {rank} lives: nobody can take its place")
         known.waiting.add(rank)
+        if len(known.waiting) == size:  # together, so that whoever starts workers finds that all of them have failed
+            raise ValueError("all workers of this run have died: go on from its last checkpoint")
         return known.place_of_state()
 
     def _leave_state(self, request: Request) -> object:
@@ -233,6 +243,15 @@ class MeetingRequests:
         elif rank not in membership.joined:
             raise ValueError(f"worker {rank} lives: nobody can take its place")
         return _answer(OVER, meeting, number, *membership.expected)
+
+    def _end_run(self, request: Request) -> object:
+        """All workers have come to the end of the run: nobody joins it any more."""
+        run, size = take_plain(request, run=str, size=int)
+        known = self._run(run, size)
+        if known.membership.last is not None:
+            known.is_over = True
+            _keep(known, known.membership.last, known.result)
+        return None
 
     def _take(self, request: Request) -> object:
         """A worker's next lease in a pass through the data: ``[SEND, number, owner, first, last]``, or how it stands.
@@ -302,6 +321,7 @@ class MeetingRequests:
             }
             known.membership = Membership(plain["size"])
             known.membership.restore(Met(**last), plain["lost"], plain.get("joined", ()))
+            known.is_over = plain.get("is_over", False)
             if not plain.get("has_result", True):
                 known.result = None
             elif result:
@@ -320,8 +340,11 @@ def _keep(known: _Run, last: Met, result: Tensor | None) -> None:
         OSError: there is no room for either.
     """
     membership = known.membership
-    joined = {"joined": membership.joined} if last is membership.last and membership.joined else {}
-    head = {"size": membership.size, "lost": sorted(membership.lost), "last": asdict(last), **joined}
+    head = {"size": membership.size, "lost": sorted(membership.lost), "last": asdict(last)}
+    if last is membership.last and membership.joined:
+        head["joined"] = membership.joined
+    if known.is_over:
+        head["is_over"] = True
     if result is not None:
         try:
             known.kept.write(json.dumps(head).encode() + b"\n", result.numpy().tobytes())

@@ -51,7 +51,7 @@ from lightning_recsys.strategies.common.settings import require_kind, require_on
 from lightning_recsys.strategies.common.stored_rows import dense_parameters, rows_left_out, stored_tensors
 from lightning_recsys.strategies.common.workers.living import among_the_living, has_met
 from lightning_recsys.strategies.common.workers.meeting import join_process_group
-from lightning_recsys.strategies.common.workers.ranks import check_lost_workers, check_started, take_placed
+from lightning_recsys.strategies.common.workers.ranks import check_lost_workers, check_started, step_back, take_placed
 from lightning_recsys.strategies.parts import DensePart, Rows
 
 if TYPE_CHECKING:  # importing this package is quick; stores and their kernels come with the first use
@@ -112,7 +112,7 @@ class RecsysStrategy(DDPStrategy):
         run_name: Name of this launch, which no other has; empty where the launcher is not ours.
         min_workers: An asynchronous run on our launcher goes on without workers that die as long as so many are left.
         max_replacements: How many of them are replaced, where the dense part can have them.
-        launched: How our launcher has started this process; ``None`` elsewhere.
+        launched: How our launcher, or an engine that replaces single workers, has started this process; else ``None``.
         joining: The way of this process into a run that others train; ``None`` where it was there from the start.
 
     Raises:
@@ -244,8 +244,7 @@ class RecsysStrategy(DDPStrategy):
         take_placed(self)
         self.dense.take_ranks()
         super().set_world_ranks()
-        if self.joining is not None:
-            self.joining.step_back()
+        step_back(self)
 
     @property
     def patience(self) -> timedelta:
@@ -311,7 +310,7 @@ class RecsysStrategy(DDPStrategy):
     @property
     def is_global_zero(self) -> bool:
         """Whether this worker saves and logs for all: rank 0, or the first of those that live since that died."""
-        return self._has_first_place or (self.global_rank == 0 and self.joining is None)
+        return self._has_first_place or (self.global_rank == 0 and not (self.launched and self.launched.replaces))
 
     @property
     def living_rank(self) -> int:

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 from torch.distributed.distributed_c10d import PrefixStore
 
-from lightning_recsys.launchers.loopback import LOOPBACK
 from lightning_recsys.parameter_server.waiting import turns
 from lightning_recsys.strategies.common.workers.meeting import connect_members
 from lightning_recsys.strategies.replicas.rounds import MeanRounds
@@ -29,8 +28,10 @@ class Council:
     for all, once all of them have reported or are lost, and the others wait for what it decides.
 
     Args:
-        store: A store that the launcher's process keeps. Nothing else in this process may use this connection to it.
+        store: A store that whoever has started the workers keeps. Nothing else in this process may use this
+            connection to it.
         rank: Rank of this worker.
+        host: Where the others reach each of them; see :func:`~.workers.meeting.connect_members`.
         lost: The ranks that have died, as far as the launcher has noticed.
         timeout: How long to wait for trainers that are behind. Those that die are noticed at once.
         cancelled: Asked while it waits; once ``True`` it waits a few seconds more.
@@ -41,11 +42,12 @@ class Council:
         store: Store,
         *,
         rank: int,
+        host: str,
         lost: Callable[[], Collection[int]],
         timeout: timedelta,
         cancelled: Callable[[], bool],
     ) -> None:
-        self.rank, self.store = rank, store
+        self.rank, self.store, self._host = rank, store, host
         self._lost, self._timeout, self._cancelled = lost, timeout, cancelled
         self.generation: int | None = None  # the one under way; None before this worker was in any
 
@@ -109,7 +111,7 @@ class Council:
             RuntimeError: one of them did not come, or went again.
         """
         places = PrefixStore(f"{self.generation}/group", self.store)
-        return connect_members(places, members.index(self.rank), len(members), host=LOOPBACK, patience=self._timeout)
+        return connect_members(places, members.index(self.rank), len(members), host=self._host, patience=self._timeout)
 
     def _wait(self, is_over: Callable[[bool], bool]) -> None:
         if not any(is_over(looks) for looks in turns(self._timeout.total_seconds(), self._cancelled)):

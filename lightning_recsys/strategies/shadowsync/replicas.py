@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_recsys.checkpoints import read_own
 from lightning_recsys.launchers import ServerSpec
+from lightning_recsys.launchers.loopback import LOOPBACK
 from lightning_recsys.placement import ClusterLayout
 from lightning_recsys.strategies.common.averaged_copies import refuse_averages_in_shared_memory
 from lightning_recsys.strategies.common.direct_steps import DirectSteps
@@ -303,7 +304,14 @@ class Replicas(DensePart):
         own: Any = _get_default_store()  # torch's stubs lack what copies a connection
         store = PrefixStore("shadowsync", own.clone())
         timeout, cancelled = self.strategy.patience, self.strategy.run_servers.is_asked_to_end
-        council = Council(store, rank=self.strategy.global_rank, lost=place.lost, timeout=timeout, cancelled=cancelled)
+        council = Council(
+            store,
+            rank=self.strategy.global_rank,
+            host=LOOPBACK if self.strategy.launches else "",
+            lost=place.lost,
+            timeout=timeout,
+            cancelled=cancelled,
+        )
         return SurvivorRounds(self.algorithm, team.replica.flat, council=council, joins=joins)
 
     def _succeed(self) -> Driver | None:

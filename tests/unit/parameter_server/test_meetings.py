@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_recsys.errors import RequestRefusedError, WorkerLostError
+from lightning_recsys.errors import RequestRefusedError, RunOverError, WorkerLostError
 from lightning_recsys.parameter_server.handler import RequestHandler
 from lightning_recsys.parameter_server.meetings import Joined, MeetingPlace, Meetings, ShareDealer, WaitingPlace
 from lightning_recsys.parameter_server.messages.wire import Limits, Request, Status, decode_reply, encode_request
@@ -592,6 +593,43 @@ def test_place_when_the_pass_is_over_or_another_meeting_was_then_nobody_joins_ye
     place.server.request("meet", arguments=arguments, arrays=[torch.zeros(1, dtype=torch.uint8)])
     assert waiting.join((1, 1)) is None  # what was left is from before the last meeting
     assert place.server.request("wait_to_join", arguments={**size, "rank": 1}).value == []
+
+
+def test_place_when_the_run_is_over_then_who_waits_is_told_and_who_comes_later_as_well(place):
+    with pytest.raises(RequestRefusedError, match="worker 1 lives"):
+        WaitingPlace(place, rank=1).wait_for_state()
+    for rank in range(3):
+        brought = [torch.zeros(1, dtype=torch.uint8)]
+        place.server.request("meet", arguments=a_meeting(rank), arrays=brought)
+    place.lose(1)
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(WaitingPlace(place, rank=1).wait_for_state)
+        while not place.server.request("look", arguments={"run": "run1", "size": 3}).value[1:]:
+            pass
+        place.end_run()
+        with pytest.raises(RunOverError, match="before another process had taken the place of worker 1"):
+            waiting.result(20.0)
+    place.server.restart()
+    place.lose(2)
+    with pytest.raises(RunOverError):
+        WaitingPlace(place, rank=2).wait_for_state()
+
+
+def test_place_when_all_workers_have_died_then_their_successors_are_refused_once_all_of_them_wait(place):
+    for rank in range(3):
+        brought = [torch.zeros(1, dtype=torch.uint8)]
+        place.server.request("meet", arguments=a_meeting(rank), arrays=brought)
+    for rank in range(3):
+        place.lose(rank)
+    with ThreadPoolExecutor() as pool:
+        waiting = [pool.submit(WaitingPlace(place, rank=rank).wait_for_state) for rank in (0, 2)]
+        while place.server.request("look", arguments={"run": "run1", "size": 3}).value != [-1, 0, 2]:
+            pass
+        assert not any(x.done() for x in waiting)
+        waiting.append(pool.submit(WaitingPlace(place, rank=1).wait_for_state))
+        for each in waiting:
+            with pytest.raises(RequestRefusedError, match="all workers of this run have died: go on from its last"):
+                each.result(20.0)
 
 
 def test_place_when_the_next_pass_begins_without_a_meeting_then_nobody_joins_it_with_the_state_of_the_one_before(

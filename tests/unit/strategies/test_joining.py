@@ -36,7 +36,7 @@ def strategy(tmp_path, monkeypatch):
         task=task,
         dealer=SimpleNamespace(number=4),
         averages=None,
-        launched=Launched(tmp_path, replaces=False),
+        launched=Launched("run", tmp_path, replaces=False),
         optimizers=[torch.optim.SGD(task.parameters(), lr=0.5)],
         dense=part,
         rows=part,

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_recsys.launchers.loopback import LOOPBACK
 from lightning_recsys.strategies.common.workers import meeting
 from lightning_recsys.strategies.replicas.survivors import Council, SurvivorRounds
 from lightning_recsys.sync import BMUF, ModelAveraging
@@ -30,7 +31,7 @@ class Trainers:
     def member(self, rank, make, value, **options):
         replica, algorithm = torch.tensor([value]), make()
         algorithm.start(torch.zeros(1))
-        council = Council(self.store.clone(), rank=rank, lost=lambda: self.lost, **WAITING)
+        council = Council(self.store.clone(), rank=rank, host=LOOPBACK, lost=lambda: self.lost, **WAITING)
         return SurvivorRounds(algorithm, replica, council=council, **options)
 
     def set_leaders(self, *ranks):

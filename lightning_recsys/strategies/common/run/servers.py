@@ -17,6 +17,7 @@ from lightning_recsys.errors import RequestRefusedError, ServerUnreachableError
 from lightning_recsys.launchers import EngineEnvironment, NodeServers, ServerSpec, Sidecars
 from lightning_recsys.monitoring import Monitored
 from lightning_recsys.strategies.common.settings import require_whole
+from lightning_recsys.strategies.common.workers.ranks import count_ranks
 
 if TYPE_CHECKING:  # importing strategies is quick; stores and their kernels come with the first use
     import pytorch_lightning as pl
@@ -112,14 +113,15 @@ class RunServers:
         return found
 
     def meeting_place(self) -> MeetingPlace | None:
-        """Where the workers of an asynchronous run that our launcher has started meet; ``None`` for any other run.
+        """Where the workers of an asynchronous run meet, which then do without one that dies.
 
-        They can then do without one that dies. Other launchers end all workers when one dies.
+        ``None`` where whoever has started them, such as torchrun, ends all of them when one dies.
         """
         from lightning_recsys.parameter_server.meetings import MeetingPlace
 
         strategy = self._strategy
-        if not (strategy.asynchronous and strategy.launches and strategy.num_processes > 1):
+        run = strategy.run_name if strategy.launched is None else strategy.launched.run
+        if not (strategy.asynchronous and run and (size := count_ranks(strategy)) > 1):
             return None
         kinds = [spec.kind for spec in strategy.server_specs()]
         servers = strategy.endpoints.get(kinds[0]) if kinds else None
@@ -128,7 +130,7 @@ class RunServers:
         if not servers:
             return None
         keys = None if strategy.key_file is None else str(strategy.key_file)
-        return MeetingPlace(servers[0], strategy.run_name, strategy.num_processes, keys)
+        return MeetingPlace(servers[0], run, size, keys)
 
     @property
     def first_may_die(self) -> bool:
@@ -242,6 +244,7 @@ class RunServers:
             self._close_lease()  # before the first one gives the servers back: a sign of life would take them again
         if self._strategy.succeeded and (self._started is not None or self._borrows):
             meet("servers are needed by nobody")
+            self._end_run()
         self._borrows = False
         self.checks.clear()
         if self._started is not None:
@@ -249,9 +252,22 @@ class RunServers:
             self._started, self._strategy.endpoints = None, {}
         self._close_lease()
 
+    def _end_run(self) -> None:
+        """Tell those that come too late that the run is over, where nobody else ends them: the first worker does."""
+        strategy = self._strategy
+        if strategy.launches or not strategy.is_global_zero or (place := self.meeting_place()) is None:
+            return
+        from lightning_recsys.strategies.common.workers.joining import forget_state
+
+        place.end_run()
+        forget_state(strategy)
+
     def _close_lease(self) -> None:
+        """Renew the lease no more; the first worker gives the servers back, unless others may go on without it."""
+        strategy = self._strategy
         if self._lease is not None:
-            self._lease.close(gives_back=self._strategy.is_global_zero)
+            goes_on = not strategy.succeeded and not strategy.launches and self.first_may_die
+            self._lease.close(gives_back=strategy.is_global_zero and not goes_on)
             self._lease = None
 
 

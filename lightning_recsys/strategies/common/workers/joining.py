@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 import torch.distributed as dist
 from pytorch_lightning.trainer.call import _call_callbacks_load_state_dict, _call_callbacks_state_dict
-from pytorch_lightning.utilities import rank_zero_only
 from torch import Tensor
 
+from lightning_recsys.checkpoints.places import place_of, remove, whole_file
 from lightning_recsys.launchers.results import load_progress
 from lightning_recsys.parameter_server.meetings import Joined, MeetingPlace, Meetings, WaitingPlace
 from lightning_recsys.parameter_server.waiting import turns
@@ -91,15 +90,18 @@ def leave_state(strategy: RecsysStrategy) -> int:
         progress=progress,
         parts={type(x).__name__: x.agreed() for x in (strategy.dense, strategy.rows)},
     )
-    path = strategy.launched.folder / STATE
-    whole = path.with_suffix(".new")
     try:
-        torch.save(state, whole)
-        os.replace(whole, path)
+        with whole_file(place_of(strategy.launched.folder) / STATE) as file:
+            torch.save(state, file)
     except Exception as error:  # no room for it, or something that cannot be pickled: the run goes on all the same
-        whole.unlink(missing_ok=True)
         return _stays_empty(f"what a new one needs could not be written ({type(error).__name__}: {error})")
     return strategy.dealer.number
+
+
+def forget_state(strategy: RecsysStrategy) -> None:
+    """Remove what was left for others, at the end of the run, from where it would stay."""
+    if strategy.launched is not None:
+        remove(place_of(strategy.launched.folder) / STATE)
 
 
 def _stays_empty(why: str) -> Literal[0]:
@@ -115,7 +117,7 @@ class Joining:
     Args:
         strategy: The strategy of this process.
         place: The server where the workers meet.
-        folder: The folder of the launch.
+        folder: The folder or URL where the first worker leaves the state of the run.
 
     Attributes:
         joined: How the run stands, once this process takes part.
@@ -123,21 +125,18 @@ class Joining:
 
     state: RunState
 
-    def __init__(self, strategy: RecsysStrategy, place: MeetingPlace, folder: Path) -> None:
-        self._strategy, self._folder = strategy, folder
+    def __init__(self, strategy: RecsysStrategy, place: MeetingPlace, folder: Path | str) -> None:
+        self._strategy, self._path = strategy, place_of(folder) / STATE
         self._cancelled = strategy.run_servers.is_asked_to_end
         self._waiting = WaitingPlace(place, rank=strategy.global_rank, cancelled=self._cancelled)
         self.joined: Joined | None = None
-
-    def step_back(self) -> None:
-        """Be not the first worker, whatever the rank: another one is, which lives."""
-        rank_zero_only.rank = max(self._strategy.global_rank, 1)  # type: ignore[attr-defined]  # Lightning sets it so
 
     def wait(self) -> None:
         """Return when the state of the run is there, and keep Lightning from what is done at a run's start alone.
 
         Raises:
             TimeoutError: this process was asked to end.
+            RunOverError: the others have come to the end of the run.
         """
         self._place = self._waiting.wait_for_state()
         self.state = self._load()
@@ -147,7 +146,8 @@ class Joining:
         trainer._checkpoint_connector.resume_start = lambda *_, **__: None  # type: ignore[method-assign]
 
     def _load(self) -> RunState:
-        state: RunState = torch.load(self._folder / STATE, map_location="cpu", weights_only=False)
+        with self._path.open("rb") as file:
+            state: RunState = torch.load(file, map_location="cpu", weights_only=False)
         return state
 
     def take_agreed(self, trainer: pl.Trainer) -> None:

@@ -15,7 +15,6 @@ from lightning_fabric.utilities.distributed import _init_dist_connection
 from lightning_fabric.utilities.seed import reset_seed
 from pytorch_lightning.strategies import DDPStrategy
 from torch._C._distributed_c10d import Store, TCPStore
-from torch.distributed.constants import default_pg_timeout
 from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout
 
 from lightning_recsys.launchers.loopback import LOOPBACK, join_store
@@ -30,8 +29,8 @@ MEETING_TIME = timedelta(seconds=60)  # for the connections between machines, on
 def join_process_group(strategy: RecsysStrategy, join: Callable[[], None]) -> None:
     """Join the process group, on one machine where no other reaches it.
 
-    Workers of an asynchronous run, which may die, meet at a server. Machines that cannot reach each other end soon,
-    instead of one waiting for the other.
+    Workers of an asynchronous run, which may die, meet at a server, and otherwise find each other by the store of who
+    has started them. Machines that cannot reach each other end soon, instead of one waiting for the other.
 
     Args:
         strategy: The strategy of this process.
@@ -40,15 +39,17 @@ def join_process_group(strategy: RecsysStrategy, join: Callable[[], None]) -> No
     Raises:
         RuntimeError: the ranks cannot connect to each other.
     """
-    if dist.is_initialized() or (strategy.num_nodes == 1 and not strategy.launches):
+    place = None if dist.is_initialized() else strategy.run_servers.meeting_place()
+    if place is not None:
+        from lightning_recsys.strategies.common.workers.succession import meet_at
+
+        strategy._process_group_backend = meet_at(place, strategy)
+        join_by_store(strategy)
+    elif dist.is_initialized() or (strategy.num_nodes == 1 and not strategy.launches):
         join()
         _set_pg_timeout(strategy.patience)  # an engine that has made the group does not know it
     elif strategy.num_nodes == 1:
-        if (place := strategy.run_servers.meeting_place()) is not None:
-            from lightning_recsys.strategies.common.workers.succession import meet_at
-
-            strategy._process_group_backend = meet_at(place, strategy)
-        join_on_loopback(strategy)
+        join_by_store(strategy)
     else:
         with ending_soon(strategy):
             join()
@@ -102,16 +103,21 @@ def connect_members(
     return group
 
 
-def join_on_loopback(strategy: DDPStrategy) -> None:
-    """Join the process group as ``DDPStrategy`` does, by the launcher's store: torch's own listens to everybody."""
-    assert strategy.cluster_environment is not None
+def join_by_store(strategy: RecsysStrategy) -> None:
+    """Join the process group as ``DDPStrategy`` does, by the store of who has started this process.
+
+    Where that is our launcher, the store is on loopback; torch's own listens to everybody.
+    """
+    environment = strategy.cluster_environment
+    assert environment is not None
     reset_seed()
     strategy.set_world_ranks()
     strategy._process_group_backend = strategy._get_process_group_backend()
-    store = join_store(strategy.cluster_environment.main_port, timeout=strategy._timeout or default_pg_timeout)
+    host = LOOPBACK if strategy.launches else environment.main_address
+    store = join_store(environment.main_port, host=host, timeout=strategy.patience)
     device = strategy.root_device if strategy.root_device.type != "cpu" else None
     options: dict[str, Any] = {"timeout": strategy._timeout, "device_id": device, "store": store}
-    _init_dist_connection(strategy.cluster_environment, strategy._process_group_backend, **options)
+    _init_dist_connection(environment, strategy._process_group_backend, **options)
 
 
 @contextmanager

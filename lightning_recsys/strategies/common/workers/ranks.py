@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from pytorch_lightning.utilities import rank_zero_only
 
 from lightning_recsys.launchers import EngineEnvironment, Started, started_processes
 
@@ -25,12 +26,26 @@ def count_ranks(strategy: RecsysStrategy) -> int:
 
 
 def take_placed(strategy: RecsysStrategy) -> None:
-    """Have the nodes and processes that an engine has placed; on CPUs, whatever ``trainer.devices`` says."""
+    """Have the nodes and processes that an engine has placed; on CPUs, whatever ``trainer.devices`` says.
+
+    Raises:
+        ValueError: the engine replaces single workers, and this strategy cannot go on without one.
+    """
     environment = strategy.cluster_environment
     if isinstance(environment, EngineEnvironment):
+        if strategy.launched is None and (launched := environment.launched()) is not None:
+            check_replaced_by_engine(strategy)
+            strategy.launched = launched
         strategy.num_nodes = environment.num_nodes
         if all(device.type == "cpu" for device in strategy.parallel_devices or []):
             strategy.parallel_devices = [torch.device("cpu")] * environment.num_local_ranks
+
+
+def step_back(strategy: RecsysStrategy) -> None:
+    """Be not the first worker, whatever the rank, in the place of one that died: another one is, which lives."""
+    launched = strategy.launched
+    if launched is not None and launched.replaces and not strategy.is_global_zero:
+        rank_zero_only.rank = max(strategy.global_rank, 1)  # type: ignore[attr-defined]  # Lightning sets it so
 
 
 def take_ranks(strategy: RecsysStrategy, wanted: int) -> None:
@@ -106,6 +121,24 @@ def _started(strategy: RecsysStrategy) -> Started | None:
     assert environment is not None
     by_others = environment.creates_processes_externally and not strategy.launches
     return started_processes() if by_others else None
+
+
+def check_replaced_by_engine(strategy: RecsysStrategy) -> None:
+    """Refuse a strategy whose workers cannot be replaced one by one, by the engine that has started them.
+
+    Raises:
+        ValueError: workers wait for each other at each batch, share memory, or have servers of their own beside them.
+    """
+    name, asked = type(strategy).__name__, f"strategy.max_replacements={strategy.max_replacements}"
+    if not (strategy.asynchronous and strategy.dense.takes_replacements):
+        why = "can have no other process in the place of a worker that died, as its settings are"
+    elif any(spec.ranks is not None for spec in strategy.server_specs()):
+        why = "has servers that hold the code of the run, beside workers, and they end with these"
+    elif strategy.servers is None:
+        why = "needs servers that outlive workers: give it some (strategy.servers; servers=RayServers(...) of fit)"
+    else:
+        return
+    raise ValueError(f"{asked}: {name} {why}. Without max_replacements all workers start again when one dies.")
 
 
 def check_lost_workers(strategy: RecsysStrategy) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -30,7 +31,8 @@ log = logging.getLogger(f"pytorch_lightning.{__name__}")  # which has a handler 
 def meet_at(place: MeetingPlace, strategy: RecsysStrategy) -> str:
     """Let the workers of a run meet at a server, by which they can do without any that dies; the backend's name.
 
-    One that is to take the place of another, which has died, meets them once it has joined them.
+    One that is to take the place of another, which has died, meets them once it has joined them. Where they had not met
+    at all before that death, it is there from the start.
     """
 
     def look() -> None:
@@ -38,8 +40,12 @@ def meet_at(place: MeetingPlace, strategy: RecsysStrategy) -> str:
             group.look_who_lives()
 
     strategy.run_servers.checks.append(look)  # before each step
-    if strategy.launched is not None and strategy.launched.replaces:
-        strategy.joining = Joining(strategy, place, strategy.launched.folder)
+    launched = strategy.launched
+    if launched is not None and launched.replaces:
+        if place.lose(strategy.global_rank):  # which an engine tells nobody
+            strategy.joining = Joining(strategy, place, launched.folder)
+        else:
+            strategy.launched = replace(launched, replaces=False)
     return use_meetings(
         place,
         cancelled=strategy.run_servers.is_asked_to_end,
