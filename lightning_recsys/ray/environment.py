@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from functools import cache
 
@@ -9,14 +10,19 @@ import ray
 import ray.train
 import torch.distributed as dist
 
-from lightning_recsys.launchers import EngineEnvironment
+from lightning_recsys.launchers import EngineEnvironment, Launched
+from lightning_recsys.ray.backend import REPLACES, START
+from lightning_recsys.ray.checkpoints import url_of
+
+log = logging.getLogger(f"pytorch_lightning.{__name__}")  # which has a handler in worker processes, too
 
 
 class RayEnvironment(EngineEnvironment):
     """The ranks of a run of Ray Train: ``Trainer(plugins=[RayEnvironment()], strategy=...)`` in a training function.
 
     Ray may put more workers on one node than on another. A strategy of this package takes all ranks from here, so
-    ``Trainer`` needs neither ``num_nodes`` nor ``devices``.
+    ``Trainer`` needs neither ``num_nodes`` nor ``devices``. Workers that Ray replaces one by one count as nodes of
+    their own: another one may be on any node.
 
     Raises:
         RuntimeError: this process is no worker of Ray Train.
@@ -40,9 +46,19 @@ class RayEnvironment(EngineEnvironment):
     def node_of_ranks(self) -> tuple[int, ...]:
         """The node of each rank. Ranks of several nodes tell each other theirs, once: all of them call this."""
         context = ray.train.get_context()
+        if self.launched() is not None:
+            return tuple(range(context.get_world_size()))
         if context.get_local_world_size() == context.get_world_size():
             return (0,) * int(context.get_world_size())
         return _gathered_nodes(context.get_world_size(), context.get_node_rank())
+
+    def launched(self) -> Launched | None:
+        """How Ray has started this worker, where ``RecsysTorchConfig(replaces_workers=True)`` lets others go on."""
+        if (replaces := os.environ.get(REPLACES)) is None:
+            return None
+        storage = ray.train.get_context().get_storage()
+        folder = url_of(storage.storage_filesystem, storage.experiment_fs_path)
+        return Launched(os.environ[START], folder, replaces=replaces == "1")
 
     @property
     def job(self) -> str:
@@ -70,13 +86,27 @@ class RayEnvironment(EngineEnvironment):
         return int(ray.train.get_context().get_local_rank())
 
     def node_rank(self) -> int:  # noqa: D102 - inherited
-        return int(ray.train.get_context().get_node_rank())
+        context = ray.train.get_context()
+        return int(context.get_node_rank() if self.launched() is None else context.get_world_rank())
 
     def set_world_size(self, size: int) -> None:
         """Ray has decided it."""
 
     def set_global_rank(self, rank: int) -> None:
         """Ray has decided it."""
+
+
+def tell_fewer_workers(at_most: int) -> None:
+    """Say on rank 0 that fewer workers train than could, as fewer examples make one step of all of them then.
+
+    Args:
+        at_most: Number of workers that the run may have.
+    """
+    context = ray.train.get_context()
+    if (size := context.get_world_size()) < at_most and context.get_world_rank() == 0:
+        log.warning(
+            "%d of at most %d workers train, each with its own batch size: a step has fewer examples.", size, at_most
+        )
 
 
 def is_worker() -> bool:

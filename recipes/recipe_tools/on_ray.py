@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -11,13 +12,12 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import pytorch_lightning as pl
+from lightning_utilities.core.rank_zero import rank_zero_only
 from recipe_tools.build import Config
 from recipe_tools.quiet import be_quiet
 from recipe_tools.record import RunRecord
 
 if TYPE_CHECKING:  # the extra lightning-recsys[ray]
-    from ray.train import Result
-
     from lightning_recsys.ray.servers import RunningServers
 
 Train = Callable[[Config, RunRecord], None]
@@ -28,6 +28,8 @@ class RayLauncher:
 
     Args:
         num_workers: Processes of the run.
+        min_workers: So few will do where the cluster has room for no more, at the start and when workers start again;
+            by default ``num_workers``.
         resources_per_worker: What each of them has, by Ray's names; by default a CPU, and a GPU with ``use_gpu``.
         use_gpu: Each worker has a GPU.
         placement_strategy: How Ray spreads workers over nodes.
@@ -37,13 +39,14 @@ class RayLauncher:
         address: Where the cluster is. By default where ``RAY_ADDRESS`` says, or one of this machine for the run alone.
 
     Raises:
-        ValueError: there is to be no worker, or servers have no folder.
+        ValueError: there is to be no worker, or more at least than at most, or servers have no folder.
     """
 
     def __init__(
         self,
         *,
         num_workers: int = 2,
+        min_workers: int | None = None,
         resources_per_worker: Mapping[str, float] | None = None,
         use_gpu: bool = False,
         placement_strategy: str = "PACK",
@@ -54,14 +57,17 @@ class RayLauncher:
     ) -> None:
         if num_workers < 1:
             raise ValueError(f"launcher.num_workers must be at least 1, got {num_workers}.")
+        if min_workers is not None and not 1 <= min_workers <= num_workers:
+            raise ValueError(f"launcher.min_workers must be from 1 to num_workers={num_workers}, got {min_workers}.")
         if num_servers and store_folder is None:
             raise ValueError(
                 f"launcher.num_servers={num_servers}, and launcher.store_folder does not say where they keep their"
                 " files. Name an absolute path on a disk of each node."
             )
         self._num_servers, self._store_folder = num_servers, store_folder
+        self._num_workers = num_workers
         self._scaling = {
-            "num_workers": num_workers,
+            "num_workers": num_workers if min_workers in (None, num_workers) else (min_workers, num_workers),
             "use_gpu": use_gpu,
             "placement_strategy": placement_strategy,
             "resources_per_worker": None if resources_per_worker is None else dict(resources_per_worker),
@@ -73,6 +79,8 @@ class RayLauncher:
 
         Raises:
             ImportError: Ray is not installed.
+            ValueError: workers are to be replaced one by one, and servers would end with them, or their number may
+                change.
             ray.train.TrainingFailedError: workers failed once too often.
         """
         try:
@@ -80,21 +88,34 @@ class RayLauncher:
         except ImportError as error:
             raise ImportError('launcher=ray needs Ray: pip install -e ".[ray]".') from error
         from lightning_recsys.ray import RecsysTorchConfig
+        from lightning_recsys.ray.environment import tell_fewer_workers
 
         folder, here, config = record.path.parent.absolute(), Path.cwd(), record.config
-        run_id, found_here = uuid4().hex, list(sys.path)
+        run_id, found_here, at_most = uuid4().hex, list(sys.path), self._num_workers
+        replaces = bool(config["trainer"]["strategy"].get("max_replacements")) and self._num_workers > 1
+        if replaces and not self._num_servers:
+            raise ValueError(
+                "strategy.max_replacements needs servers that outlive workers: launcher.num_servers=2"
+                " launcher.store_folder=/data/stores. Without max_replacements all workers start again when one dies."
+            )
+        if replaces and isinstance(self._scaling["num_workers"], tuple):
+            raise ValueError(
+                "strategy.max_replacements does not go with launcher.min_workers: one worker is replaced, or all of"
+                " them start again, as many as there is room for."
+            )
         with _cluster(self._address), self._servers() as servers:
 
-            def work() -> dict[str, Any]:
+            def work() -> None:
                 # Ray has led each worker into a folder of its own.
                 found = None if servers is None else servers.find(Path.cwd())
                 os.chdir(here)
                 sys.path += [place for place in found_here if place not in sys.path]  # with models of one's own
-                return run_worker(train, config, folder, run_id, found)
+                tell_fewer_workers(at_most)
+                run_worker(train, config, folder, run_id, found)
 
             trainer = ray.train.torch.TorchTrainer(
                 work,
-                torch_config=RecsysTorchConfig(),
+                torch_config=RecsysTorchConfig(replaces_workers=replaces),
                 scaling_config=ray.train.ScalingConfig(**self._scaling),
                 run_config=ray.train.RunConfig(
                     name=f"{config['name']}-{run_id[:8]}",
@@ -102,8 +123,8 @@ class RayLauncher:
                     failure_config=ray.train.FailureConfig(max_failures=self._max_failures),
                 ),
             )
-            result: Result = trainer.fit()
-        learned: dict[str, Any] = result.return_value
+            trainer.fit()
+        learned = json.loads(_learned(folder, run_id).read_text())
         record.metrics |= learned["metrics"]
         record.details |= learned["details"]
 
@@ -118,10 +139,8 @@ class RayLauncher:
             yield RunningServers(servers.actors)
 
 
-def run_worker(
-    train: Train, config: Config, folder: Path, run_id: str, servers: tuple[list[str], Path] | None
-) -> dict[str, Any]:
-    """Run the recipe in one of the workers.
+def run_worker(train: Train, config: Config, folder: Path, run_id: str, servers: tuple[list[str], Path] | None) -> None:
+    """Run the recipe in one of the workers; the first of them leaves what it has learned in the folder.
 
     Args:
         train: The recipe.
@@ -130,10 +149,9 @@ def run_worker(
         run_id: Names this run, in whatever number of tries.
         servers: Endpoints of the servers of the strategy's stores, and a file with keys to them; ``None`` where the
             strategy has its own servers.
-
-    Returns:
-        What stands in the record of this worker.
     """
+    from lightning_recsys.errors import RunOverError
+
     be_quiet()
     config = config | {"trainer": config["trainer"] | {"num_nodes": 1, "devices": 1, "enable_progress_bar": False}}
     if servers is not None:
@@ -142,8 +160,18 @@ def run_worker(
     if _was_begun(folder / "ray" / f"begun-{run_id}"):
         config |= {"ckpt_path": "last"}
     record = RunRecord(folder, config=config, overrides=[])
-    train(config, record)
-    return {"metrics": record.metrics, "details": record.details}
+    try:
+        train(config, record)
+    except RunOverError as over:
+        print(over)
+    else:
+        if rank_zero_only.rank == 0:
+            learned = {"metrics": record.metrics, "details": record.details}
+            _learned(folder, run_id).write_text(json.dumps(learned, default=str))
+
+
+def _learned(folder: Path, run_id: str) -> Path:
+    return folder / "ray" / f"learned-{run_id}.json"
 
 
 def worker_arguments(config: Config) -> dict[str, Any]:
@@ -161,22 +189,24 @@ def refuse_one_process(trainer: pl.Trainer, config: Config) -> None:
     Raises:
         ValueError: the strategy trains on one process, so each worker would train a model of its own.
     """
-    if (launcher := config.get("launcher")) is not None and trainer.world_size != launcher["num_workers"]:
+    if (launcher := config.get("launcher")) is None:
+        return
+    at_most = launcher["num_workers"]
+    if not (launcher["min_workers"] or at_most) <= trainer.world_size <= at_most:
         raise ValueError(
             f"launcher.num_workers={launcher['num_workers']}, and this strategy trains on {trainer.world_size} process:"
             " choose strategy=ddp, shadowsync, het or another one of several workers, or launcher.num_workers=1."
         )
 
 
-def _was_begun(mark: Path) -> bool:
-    """Whether workers of this run have begun before these; rank 0 looks, and all of them know."""
-    import torch.distributed as dist
+def _was_begun(marks: Path) -> bool:
+    """Whether workers of this run have begun before these, in a start that left its mark here."""
+    from lightning_recsys.ray.backend import START
 
-    found = [mark.exists()]
-    dist.broadcast_object_list(found)
-    if dist.get_rank() == 0:
-        mark.touch()
-    return found[0]
+    own = marks / os.environ[START]
+    marks.mkdir(parents=True, exist_ok=True)
+    own.touch()
+    return any(mark != own for mark in marks.iterdir())
 
 
 @contextmanager

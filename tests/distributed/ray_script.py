@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 os.environ |= {  # before Ray is imported: no processes that wait for work, no reports of use, quick answers
@@ -24,7 +25,7 @@ import ray.train
 import ray_data_runs
 import torch
 import torch.distributed as dist
-from ray.train import RunConfig, ScalingConfig
+from ray.train import FailureConfig, RunConfig, ScalingConfig
 
 from lightning_recsys.data import SyntheticDataModule
 from lightning_recsys.models import LogisticRegression
@@ -37,9 +38,13 @@ OBJECT_STORE_BYTES = 100 << 20
 RECIPES = Path(__file__).parents[2] / "recipes"
 
 
+def own_rank():
+    return ray.train.get_context().get_world_rank()
+
+
 def tell(folder, **values):
     """Add a line to what this worker's rank has said."""
-    with (folder / f"rank-{dist.get_rank()}.jsonl").open("a") as file:
+    with (folder / f"rank-{own_rank()}.jsonl").open("a") as file:
         file.write(json.dumps(values) + "\n")
 
 
@@ -48,6 +53,7 @@ class Telling(pl.Callback):
 
     def __init__(self, folder, *, dying_rank=None, dying_epoch=2):
         self.folder, self.dying_rank, self.dying_epoch = Path(folder), dying_rank, dying_epoch
+        self.trained = 0
 
     def on_train_start(self, trainer, pl_module):
         tell(
@@ -60,13 +66,21 @@ class Telling(pl.Callback):
             port=os.environ["MASTER_PORT"],
             interface=os.environ["GLOO_SOCKET_IFNAME"],
             environment=type(trainer.strategy.cluster_environment) is RayEnvironment,
+            replaces=bool(trainer.strategy.launched and trainer.strategy.launched.replaces),
             pid=os.getpid(),
             servers=list(trainer.strategy.servers or ()),
         )
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        died = self.folder / "died"
-        dies = trainer.current_epoch == self.dying_epoch and dist.get_rank() == self.dying_rank
+        self.trained += 1
+        died, strategy = self.folder / "died", trainer.strategy
+        dies = trainer.current_epoch == self.dying_epoch and own_rank() == self.dying_rank
+        while strategy.max_replacements and trainer.current_epoch == self.dying_epoch and not dies and batch_idx == 2:
+            if died.exists() and '"replaces": true' in (self.folder / f"rank-{self.dying_rank}.jsonl").read_text():
+                break
+            time.sleep(0.05)
+            for check in strategy.run_servers.checks:  # as before each step
+                check()
         if dies and not died.exists():
             ray.train.get_all_reported_checkpoints()  # returns once Ray knows of all that were reported
             died.touch()
@@ -74,7 +88,9 @@ class Telling(pl.Callback):
 
     def on_train_end(self, trainer, pl_module):
         total = sum(x.double().sum().item() for x in pl_module.state_dict().values())
-        tell(self.folder, end=trainer.current_epoch, step=trainer.global_step, total=total)
+        first = trainer.is_global_zero
+        epoch, step = trainer.current_epoch, trainer.global_step
+        tell(self.folder, end=epoch, step=step, total=total, first=first, trained=self.trained)
 
 
 class Counting(pl.Callback):
@@ -85,14 +101,15 @@ class Counting(pl.Callback):
 
     def on_train_start(self, trainer, pl_module):
         stores, *_ = trainer.strategy.stores("embedding")
+        name = f"counter-{trainer.current_epoch}"  # another one where workers have started again
         if trainer.is_global_zero:
-            stores.create_dense_store("counter", torch.zeros(1), optimizer=RowSGD())
+            stores.create_dense_store(name, torch.zeros(1), optimizer=RowSGD())
         trainer.strategy.barrier()
-        self.counter = stores.dense_store("counter")
+        self.counter = stores.dense_store(name)
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         self.counter.push_gradient(-torch.ones(1), lr=1.0)
-        if trainer.global_step == 4 and trainer.is_global_zero:
+        if trainer.global_step == 12 and trainer.is_global_zero:
             os.kill(ray.get(self.server.pid.remote()), signal.SIGKILL)
 
     def on_train_end(self, trainer, pl_module):
@@ -106,7 +123,7 @@ class Counting(pl.Callback):
 def run(strategy, folder, *, name, epochs, servers):
     """Train for some epochs on two workers; returns Ray's result."""
     (folder / name).mkdir()
-    callbacks = [Telling(folder / name), Counting(folder / name, servers.actors[0])]
+    callbacks = [Telling(folder / name, dying_rank=1, dying_epoch=1), Counting(folder / name, servers.actors[0])]
 
     def train(worker):
         data = SyntheticDataModule(batch_size=64, train_rows=1024, val_rows=64, test_rows=64, cardinalities=[50, 20])
@@ -126,12 +143,12 @@ def run(strategy, folder, *, name, epochs, servers):
         strategy=strategy,
         scaling=ScalingConfig(num_workers=2),
         servers=servers,
-        run=RunConfig(name=name, storage_path=str(folder / "storage")),
+        run=RunConfig(name=name, storage_path=str(folder / "storage"), failure_config=FailureConfig(max_failures=1)),
     )
 
 
 def recipe(folder):
-    """``recipes/train.py`` in the same cluster; rank 0 is killed in its second epoch."""
+    """``recipes/train.py`` in the same cluster; rank 0 is killed in its second epoch, and another one replaces it."""
     (folder / "recipe").mkdir()
     tells = (
         f"+callbacks.tells={{_target_: ray_script.Telling, folder: {folder / 'recipe'}, dying_rank: 0, dying_epoch: 1}}"
@@ -139,7 +156,15 @@ def recipe(folder):
     return subprocess.Popen(
         [
             *(sys.executable, RECIPES / "train.py", "launcher=ray", "launcher.address=auto", "launcher.max_failures=1"),
-            *("strategy=shadowsync", "model=lr", "trainer=cpu", "trainer.max_epochs=3", "logger=none", tells),
+            *(
+                "strategy=shadowsync",
+                "strategy.max_replacements=1",
+                "model=lr",
+                "trainer=cpu",
+                "trainer.max_epochs=3",
+                "logger=none",
+                tells,
+            ),
             *("data.train_rows=1024", "data.val_rows=64", "data.test_rows=64", "data.batch_size=64"),
             *("launcher.num_servers=1", f"launcher.store_folder={folder / 'recipe-stores'}"),
             f"hydra.run.dir={folder / 'output'}",

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from recipe_helpers import run_recipe
 from recipe_tools.build import build, build_trainer, plain
 from recipe_tools.on_ray import refuse_one_process, worker_arguments
+from recipe_tools.record import RunRecord
 
 
 def test_launcher_when_it_is_to_start_no_worker_then_refused(composed):
@@ -14,10 +17,30 @@ def test_launcher_when_it_is_to_start_no_worker_then_refused(composed):
         build(config["launcher"])
 
 
+@pytest.mark.parametrize("number", [0, 3])
+def test_launcher_when_fewer_workers_will_do_then_so_few_are_from_1_to_all_of_them(composed, number):
+    config = plain(composed("train", "launcher=ray", f"launcher.min_workers={number}"))
+    with pytest.raises(ValueError, match=rf"min_workers must be from 1 to num_workers=2, got {number}"):
+        build(config["launcher"])
+
+
+def test_run_when_fewer_workers_will_do_then_one_is_no_mistake(composed):
+    config = plain(composed("train", "launcher=ray", "launcher.min_workers=1", "strategy=single", "trainer=cpu"))
+    refuse_one_process(build_trainer(config, logger=False), config)
+
+
 def test_servers_when_they_have_no_folder_then_refused(composed):
     config = plain(composed("train", "launcher=ray", "launcher.num_servers=2"))
     with pytest.raises(ValueError, match=r"launcher\.num_servers=2, and launcher\.store_folder does not say"):
         build(config["launcher"])
+
+
+def test_workers_when_they_are_to_be_replaced_one_by_one_without_servers_then_refused_before_any_cluster(composed):
+    pytest.importorskip("ray", reason="the extra lightning-recsys[ray] is not installed")
+    config = plain(composed("train", "launcher=ray", "strategy=shadowsync", "strategy.max_replacements=1"))
+    record = RunRecord(Path("nowhere"), config=config, overrides=[])
+    with pytest.raises(ValueError, match=r"strategy\.max_replacements needs servers .* launcher\.num_servers=2"):
+        build(config["launcher"])(print, record)
 
 
 def test_strategy_of_one_process_when_ray_starts_two_then_refused(composed):

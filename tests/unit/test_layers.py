@@ -38,7 +38,7 @@ EDGES: dict[str, set[str]] = {
         "strategies",
     },
     "serving": {"callbacks", "compiled", "data", "embeddings", "errors", "launchers", "partition", "stores"},
-    "ray": {"data", "embeddings", "launchers", "parameter_server", "strategies"},
+    "ray": {"checkpoints", "data", "embeddings", "errors", "launchers", "parameter_server", "strategies"},
     "strategies": {
         "checkpoints",
         "compression",

@@ -6,9 +6,16 @@ import pytest
 import pytorch_lightning as pl
 import torch
 
-from lightning_recsys.launchers import EngineEnvironment
+from lightning_recsys.launchers import EngineEnvironment, Launched
+from lightning_recsys.parameter_server.meetings import MeetingPlace
 from lightning_recsys.placement import ClusterLayout
-from lightning_recsys.strategies import DESStrategy, HETStrategy, HierarchicalStrategy, ShadowSyncStrategy
+from lightning_recsys.strategies import (
+    AsyncParameterServerStrategy,
+    DESStrategy,
+    HETStrategy,
+    HierarchicalStrategy,
+    ShadowSyncStrategy,
+)
 from lightning_recsys.strategies.common.run.identity import run_id
 from lightning_recsys.strategies.hierarchical.groups import Groups
 
@@ -51,8 +58,15 @@ class Placed(EngineEnvironment):
         pass
 
 
-def trainer(strategy, nodes, rank, **options):
-    return pl.Trainer(accelerator="cpu", strategy=strategy, plugins=[Placed(nodes, rank)], logger=False, **options)
+class Replaced(Placed):
+    """An engine that replaces single ranks."""
+
+    def launched(self):
+        return Launched("start1", "/shared", replaces=self.rank == 0)
+
+
+def trainer(strategy, nodes, rank, *, engine=Placed, **options):
+    return pl.Trainer(accelerator="cpu", strategy=strategy, plugins=[engine(nodes, rank)], logger=False, **options)
 
 
 @pytest.mark.parametrize("strategy", [HETStrategy, ShadowSyncStrategy, DESStrategy])
@@ -86,6 +100,37 @@ def test_trainers_when_the_engine_started_fewer_ranks_then_refused_by_both_numbe
         trainer(ShadowSyncStrategy(num_trainers=4), (0, 0, 1), 0)
 
 
+SERVERS = {"servers": ["tcp://10.0.0.1:5790"], "max_replacements": 1}
+
+
+@pytest.mark.parametrize("make", [AsyncParameterServerStrategy, ShadowSyncStrategy])
+def test_workers_when_an_engine_replaces_single_ones_then_they_meet_at_the_first_server_under_the_start_s_name(make):
+    strategies = [trainer(make(**SERVERS), (0, 1, 2), rank, engine=Replaced).strategy for rank in (0, 1)]
+    assert [strategy.is_global_zero for strategy in strategies] == [False, False]  # the new one is behind the others
+    places = {strategy.run_servers.meeting_place() for strategy in strategies}
+    assert places == {MeetingPlace("tcp://10.0.0.1:5790", "start1", 3)}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "message"),
+    [
+        (
+            HETStrategy(servers=["tcp://10.0.0.1:5790"]),
+            "HETStrategy can have no other process in the place of a worker",
+        ),
+        (ShadowSyncStrategy(workers_per_trainer=3, **SERVERS), "can have no other process in the place of a worker"),
+        (
+            HierarchicalStrategy(num_groups=3, trainers_per_group=1, max_replacements=1),
+            "has servers that hold the code",
+        ),
+        (ShadowSyncStrategy(max_replacements=1), "needs servers that outlive workers: give it some .strategy.servers"),
+    ],
+)
+def test_strategy_when_an_engine_replaces_single_workers_and_it_cannot_go_on_then_refused(strategy, message):
+    with pytest.raises(ValueError, match=message):
+        trainer(strategy, (0, 1, 2), 0, engine=Replaced)
+
+
 def test_run_id_when_an_engine_names_the_job_then_it_outlives_ports(monkeypatch):
     monkeypatch.setenv("MASTER_PORT", "1")
     first = run_id(launched_by_others=True, job="engine/run")
@@ -108,6 +153,58 @@ def test_checkpoint_when_its_storage_has_no_url_then_refused(tmp_path):
     assert ray.path_in(Checkpoint(str(tmp_path), LocalFileSystem())) == f"{tmp_path}/checkpoint.ckpt"
     with pytest.raises(ValueError, match=r"cannot be written to .*SubTree.*storage_path that all nodes share"):
         ray.path_in(Checkpoint("x", SubTreeFileSystem(str(tmp_path), LocalFileSystem())))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, r"needs servers that outlive workers: fit\(.*servers=RayServers"),
+        ({"servers": True}, "needs failures that the run allows: .*max_failures=3"),
+        ({"servers": True, "datasets": {"train": None}}, "does not go with data sets of Ray Data"),
+        ({"servers": True, "num_workers": (1, 2)}, r"does not go with num_workers=\(1, 2\)"),
+    ],
+)
+def test_fit_when_workers_cannot_be_replaced_one_by_one_then_refused_before_any_worker_is_there(arguments, message):
+    ray = pytest.importorskip("lightning_recsys.ray", reason="the extra lightning-recsys[ray] is not installed")
+    from ray.train import ScalingConfig
+
+    servers = ray.RayServers(1, store_folder="/data") if arguments.pop("servers", False) else None
+    scaling = ScalingConfig(num_workers=arguments.pop("num_workers", 2))
+    strategy = ShadowSyncStrategy(max_replacements=1)
+    with pytest.raises(ValueError, match=message):
+        ray.fit(print, strategy=strategy, scaling=scaling, servers=servers, **arguments)
+
+
+def test_fit_when_group_servers_are_to_be_actors_then_refused():
+    ray = pytest.importorskip("lightning_recsys.ray", reason="the extra lightning-recsys[ray] is not installed")
+    from ray.train import ScalingConfig
+
+    servers, scaling = ray.RayServers(1, store_folder="/data"), ScalingConfig(num_workers=2)
+    with pytest.raises(ValueError, match="group servers hold the code of the run"):
+        ray.fit(print, strategy=HierarchicalStrategy(), scaling=scaling, servers=servers)
+
+
+def test_checkpoints_when_nothing_is_reported_then_the_whole_ones_are_found_and_the_best_and_the_last_kept(tmp_path):
+    ray = pytest.importorskip("lightning_recsys.ray", reason="the extra lightning-recsys[ray] is not installed")
+    from pyarrow.fs import LocalFileSystem
+    from ray.train import CheckpointConfig
+
+    from lightning_recsys.ray import checkpoints
+
+    for epoch, loss in enumerate([0.3, 0.1, 0.2, 0.4]):
+        folder = tmp_path / f"checkpoint_{epoch:06}_000000008"
+        folder.mkdir()
+        (folder / "checkpoint.ckpt").write_bytes(b"whole")
+        (folder / "metrics.json").write_text(f'{{"loss": {loss}}}')
+    (tmp_path / "checkpoint_000009_000000008").mkdir()  # one that was cut off
+    saved = checkpoints.saved_checkpoints(LocalFileSystem(), str(tmp_path))
+    assert [metrics["loss"] for _, metrics in saved] == [0.3, 0.1, 0.2, 0.4]
+    config = CheckpointConfig(num_to_keep=2, checkpoint_score_attribute="loss", checkpoint_score_order="min")
+    checkpoints._remove_all_but_the_best(saved, config)
+    left = checkpoints.saved_checkpoints(LocalFileSystem(), str(tmp_path))
+    assert [metrics["loss"] for _, metrics in left] == [0.1, 0.4]
+    assert ray.path_in(left[-1][0]) == f"{tmp_path}/checkpoint_000003_000000008/checkpoint.ckpt"
+    assert checkpoints.saved_checkpoints(LocalFileSystem(), f"{tmp_path}/nowhere") == []
 
 
 @pytest.mark.parametrize(
