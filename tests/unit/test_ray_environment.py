@@ -88,6 +88,31 @@ def test_layouts_when_nodes_run_two_ranks_and_one_then_counted_as_placed():
     assert [spec.node for spec in made.strategy.server_specs() if spec.kind == "group"][-1] == 1
 
 
+@pytest.mark.parametrize(("nets", "groups"), [(1, 4), (2, 2)])
+def test_groups_when_auto_then_as_many_as_there_are_processes_for(nets, groups, monkeypatch):
+    def make(**options):
+        strategy = HierarchicalStrategy(num_groups="auto", nets_per_trainer=nets, num_sync_servers=2)
+        return pl.Trainer(accelerator="cpu", strategy=strategy, logger=False, **options)
+
+    made = make(plugins=[Placed((0, 0, 1, 1), 2)])
+    assert (made.strategy.dense.num_groups, made.world_size) == (groups, 4)
+    assert len([spec for spec in made.strategy.server_specs() if spec.kind == "group"]) == groups
+    made = make(devices=4)
+    assert (made.strategy.dense.num_groups, made.world_size) == (groups, 4)
+    assert make().world_size == nets  # of one group, where nobody says more
+    started = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "2", "RANK": "3", "LOCAL_RANK": "1"}
+    for name, value in {**started, "GROUP_RANK": "1", "TORCHELASTIC_RUN_ID": "run"}.items():
+        monkeypatch.setenv(name, value)
+    made = make(num_nodes=2)
+    assert (made.strategy.dense.num_groups, made.world_size) == (groups, 4)
+
+
+def test_groups_when_auto_and_processes_are_left_over_then_refused_by_both_numbers():
+    strategy = HierarchicalStrategy(num_groups="auto", nets_per_trainer=2)
+    with pytest.raises(ValueError, match=r"num_groups=1 .* needs 2 processes, and 3 were started"):
+        trainer(strategy, (0, 0, 0), 0)
+
+
 def test_trainer_when_its_ranks_are_on_two_nodes_then_refused():
     with pytest.raises(ValueError, match=r"ranks 2 to 3 are on the nodes \[0, 1\], and workers of a trainer share"):
         ClusterLayout(2, 2, 2, nodes=(0, 0, 0, 1))

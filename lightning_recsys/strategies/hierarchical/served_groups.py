@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 import pytorch_lightning as pl
 from torch import Tensor
@@ -23,7 +23,7 @@ from lightning_recsys.strategies.common.settings import (
     require_one_of,
     require_whole,
 )
-from lightning_recsys.strategies.common.workers.ranks import check_ranks, placed_ranks, take_ranks
+from lightning_recsys.strategies.common.workers.ranks import check_ranks, placed_ranks, started_ranks, take_ranks
 from lightning_recsys.strategies.hierarchical.bringing import Planned, plan_ahead
 from lightning_recsys.strategies.hierarchical.cut.eight_bit import FCForward
 from lightning_recsys.strategies.hierarchical.groups import Groups
@@ -61,7 +61,8 @@ class ServedGroups(DensePart):
     """Groups of nets, each with one dense replica that its group servers compute and train, without a lock.
 
     Args:
-        num_groups: Number of groups, each of which has a replica of the dense part.
+        num_groups: Number of groups, each of which has a replica of the dense part; ``auto`` for as many as there are
+            processes for.
         trainers_per_group: Number of trainers that train one group's replica.
         servers_per_group: Group servers, over which a replica is cut by operators.
         nets_per_trainer: Ranks of a trainer, all on one node.
@@ -105,7 +106,7 @@ class ServedGroups(DensePart):
     def __init__(
         self,
         *,
-        num_groups: int = 1,
+        num_groups: int | Literal["auto"] = 1,
         trainers_per_group: int = 1,
         servers_per_group: int = 1,
         nets_per_trainer: int = 1,
@@ -134,12 +135,15 @@ class ServedGroups(DensePart):
             if isinstance(operator_placement, OperatorPlacement)
             else OperatorPlacement(operator_placement)
         )
+        self._follows_ranks = num_groups == "auto"
+        num_groups = 1 if num_groups == "auto" else num_groups  # until the processes are known
         Groups(num_groups, trainers_per_group, nets_per_trainer, servers_per_group)  # which checks them
         require_whole("num_sync_servers", num_sync_servers)
         require_kind("module", module, str, "a module's path, such as 'model'", optional=True)
         options = {"alpha": alpha, "eta": eta, "block_momentum": block_momentum, "nesterov": nesterov}
         self.algorithm = chosen_algorithm(ServedGroups, algorithm, options, interval=interval)
-        if num_groups == 1 or self.algorithm.topology is not Topology.CENTRAL:
+        has_one_group = num_groups == 1 and not self._follows_ranks
+        if has_one_group or self.algorithm.topology is not Topology.CENTRAL:
             why = "without several groups and an algorithm with a centre (easgd), which sync servers would hold"
             refuse_meaningless(ServedGroups, {"num_sync_servers": num_sync_servers}, why)
         if not isinstance(self.operator_compression.gradients, TopK):
@@ -198,7 +202,10 @@ class ServedGroups(DensePart):
         return self.num_groups
 
     def take_ranks(self) -> None:
-        """Take as many processes as the groups need."""
+        """Take as many processes as the groups need, or have as many groups as there are processes for."""
+        if self._follows_ranks:
+            nets_per_group = self.trainers_per_group * self.nets_per_trainer
+            self.num_groups = max(started_ranks(self.strategy) // nets_per_group, 1)
         groups = self.groups
         needed = groups.ranks_per_node if groups.nodes is None else groups.world_size
         settings = (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from lightning_recsys.compression import make_codec
 from lightning_recsys.strategies.common.settings import require_whole
@@ -23,7 +23,8 @@ class HierarchicalStrategy(ServedStrategy):
     share of the replica together with those of other groups in the background.
 
     Args:
-        num_groups: Number of groups, each of which has a replica of the dense part.
+        num_groups: Number of groups, each of which has a replica of the dense part; ``auto`` for as many as there are
+            processes for: those that an engine, torchrun or SLURM has started, or ``Trainer(devices=...)``.
         trainers_per_group: Number of trainers that train one group's replica.
         servers_per_group: Group servers, over which a replica is cut by operators.
         nets_per_trainer: Ranks of a trainer, all on one node.
@@ -82,7 +83,7 @@ class HierarchicalStrategy(ServedStrategy):
     def __init__(
         self,
         *,
-        num_groups: int = 1,
+        num_groups: int | Literal["auto"] = 1,
         trainers_per_group: int = 1,
         servers_per_group: int = 1,
         nets_per_trainer: int = 1,

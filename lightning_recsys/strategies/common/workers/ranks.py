@@ -25,6 +25,13 @@ def count_ranks(strategy: RecsysStrategy) -> int:
     return strategy.num_nodes * strategy.num_processes if placed is None else len(placed)
 
 
+def started_ranks(strategy: RecsysStrategy) -> int:
+    """Ranks of all nodes, as an engine, torchrun or SLURM has started them; else as ``trainer.devices`` says."""
+    if placed_ranks(strategy) is not None or (started := _started(strategy)) is None:
+        return count_ranks(strategy)
+    return started.num_nodes * started.devices
+
+
 def take_placed(strategy: RecsysStrategy) -> None:
     """Have the nodes and processes that an engine has placed; on CPUs, whatever ``trainer.devices`` says.
 
