@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import shlex
 import urllib.request
 from pathlib import PurePath
 
@@ -11,12 +12,13 @@ import pytest
 import yaml
 from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
 from recipe_helpers import ROOT
+from recipe_tools.build import build
 from torch.distributed.run import get_args_parser
 
 from lightning_recsys.cli import RECIPES
 from lightning_recsys.monitoring import MonitoringEndpoint
 from lightning_recsys.parameter_server.cli import _parser
-from lightning_recsys.strategies import HETStrategy
+from lightning_recsys.strategies import HETStrategy, ShadowSyncStrategy
 
 FOLDER = ROOT / "examples" / "kubernetes"
 MANIFESTS = {
@@ -25,13 +27,38 @@ MANIFESTS = {
     for manifest in yaml.safe_load_all(path.read_text())
 }
 SERVERS, TRAIN = MANIFESTS["StatefulSet", "servers"], MANIFESTS["JobSet", "train"]
+RAY_JOB = MANIFESTS["RayJob", "train-on-ray"]
 (JOB,) = TRAIN["spec"]["replicatedJobs"]
 PODS = {"server": SERVERS["spec"]["template"], "worker": JOB["template"]["spec"]["template"]}
 CONTAINERS = {role: pod["spec"]["containers"][0] for role, pod in PODS.items()}
 
 
+# Fields of ray.io/v1 that the manifest uses, as the types of KubeRay 1.5 name them. No registry has its schema.
+RAY_FIELDS = {
+    "job": {"entrypoint", "backoffLimit", "shutdownAfterJobFinishes", "ttlSecondsAfterFinished"}
+    | {"submitterPodTemplate", "rayClusterSpec"},
+    "cluster": {"rayVersion", "headGroupSpec", "workerGroupSpecs"},
+    "head": {"rayStartParams", "template"},
+    "worker": {"rayStartParams", "template", "groupName", "replicas", "minReplicas", "maxReplicas"},
+}
+
+
 def check_schema(manifest):
-    """By the published schemas of Kubernetes, where a field that they do not know is an error, and of JobSet."""
+    """By the published schemas of Kubernetes, where a field that they do not know is an error, and of JobSet.
+
+    Of a RayJob the pods are checked by a schema, and its own fields by their names.
+    """
+    if manifest["kind"] == "RayJob":
+        job = manifest["spec"]
+        cluster = job["rayClusterSpec"]
+        head, groups = cluster["headGroupSpec"], cluster["workerGroupSpecs"]
+        kinds = [("job", job), ("cluster", cluster), ("head", head), *(("worker", group) for group in groups)]
+        assert all(fields.keys() == RAY_FIELDS[kind] for kind, fields in kinds)
+        assert all(isinstance(x, str) for group in (head, *groups) for x in group["rayStartParams"].values())
+        for pod in (job["submitterPodTemplate"], *(group["template"] for group in (head, *groups))):
+            pod = pod | {"metadata": pod["metadata"] | {"name": "pod"}}
+            check_schema({"apiVersion": "v1", "kind": "Pod", **pod})
+        return
     if manifest["kind"] != "JobSet":
         kubernetes_validate.validate(manifest, kubernetes_validate.latest_version(), strict=True)
         return
@@ -43,6 +70,48 @@ def check_schema(manifest):
 @pytest.mark.parametrize("name", MANIFESTS, ids="/".join)
 def test_manifest_then_fits_its_schema(name):
     check_schema(MANIFESTS[name])
+
+
+@pytest.mark.parametrize("place", ["job", "cluster", "head", "pod"])
+def test_schema_of_rayjob_then_knows_no_misspelt_field(place):
+    wrong = copy.deepcopy(RAY_JOB)
+    cluster = wrong["spec"]["rayClusterSpec"]
+    head = cluster["headGroupSpec"]
+    {"job": wrong["spec"], "cluster": cluster, "head": head, "pod": head["template"]["spec"]}[place]["misspelt"] = True
+    with pytest.raises((AssertionError, kubernetes_validate.ValidationError)):
+        check_schema(wrong)
+
+
+def test_rayjob_then_its_recipe_has_the_room_and_the_folders_that_it_names(composed):
+    program, recipe, *overrides = shlex.split(RAY_JOB["spec"]["entrypoint"])
+    assert (program, recipe) == ("lightning-recsys", "train")
+    config = composed(recipe, *(x for x in overrides if not x.startswith("hydra.run.dir=")))
+    (run_dir,) = [x.partition("=")[2] for x in overrides if x.startswith("hydra.run.dir=")]
+    launcher = config.launcher
+    build(dict(launcher))
+    assert config.strategy._target_.endswith(ShadowSyncStrategy.__name__)
+    ShadowSyncStrategy(max_replacements=config.strategy.max_replacements)
+
+    cluster = RAY_JOB["spec"]["rayClusterSpec"]
+    head, (nodes,) = cluster["headGroupSpec"], cluster["workerGroupSpecs"]
+    cpus = nodes["replicas"] * int(nodes["rayStartParams"]["num-cpus"])
+    assert launcher.num_workers + launcher.num_servers <= cpus
+    assert head["rayStartParams"]["num-cpus"] == "0"
+    (container,) = nodes["template"]["spec"]["containers"]
+    assert container["resources"]["requests"]["cpu"] == nodes["rayStartParams"]["num-cpus"]
+    assert cluster["rayVersion"] >= "2.60"  # which replaces single workers
+    assert (FOLDER / "rayjob.yaml").read_text().count(f"ray[default,train]=={cluster['rayVersion']}") == 1
+
+    for group in (head, nodes):
+        (container,) = group["template"]["spec"]["containers"]
+        volumes = {x["name"]: x for x in group["template"]["spec"]["volumes"]}
+        shared = volumes[volume_of_container(container, run_dir)]
+        assert ("PersistentVolumeClaim", shared["persistentVolumeClaim"]["claimName"]) in MANIFESTS
+        policies = [
+            MANIFESTS["NetworkPolicy", name]["spec"]["podSelector"]["matchLabels"] for name in ("workers", "kuberay")
+        ]
+        assert policies == [group["template"]["metadata"]["labels"]] * 2
+    assert "emptyDir" in volumes[volume_of_container(container, launcher.store_folder)]
 
 
 @pytest.mark.parametrize("place", ["spec", "network", "replicatedJobs", "template"])
@@ -145,6 +214,10 @@ def test_shared_memory_then_fits_into_the_memory_of_the_pod():
 
 def volume_of(role, path):
     """The volume in which a path of the container lies."""
-    mounts = {mount["mountPath"]: mount["name"] for mount in CONTAINERS[role]["volumeMounts"]}
+    return volume_of_container(CONTAINERS[role], path)
+
+
+def volume_of_container(container, path):
+    mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
     (mount,) = [x for x in mounts if PurePath(path).is_relative_to(x)]
     return mounts[mount]
