@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -61,6 +62,7 @@ class Dies(pl.Callback):
 
     def __init__(self, folder, ranks, *, waits=False, server=None, host=False):
         self.folder, self.ranks, self.waits, self.server, self.host = folder, ranks, waits, server, host
+        self.is_told = not host  # which ranks die, and not what becomes of a host
 
     def tell(self, **values):
         with (self.folder / f"rank-{self.rank}.jsonl").open("a") as file:
@@ -88,8 +90,9 @@ class Dies(pl.Callback):
             (self.folder / f"waits-{self.rank}").touch()
             while not (self.folder / "host-ended").exists():
                 time.sleep(0.1)
+            self.ranks, self.host = self._ranks_elsewhere(), False  # they have died
         died = self.folder / f"died-{self.rank}"
-        if self.rank in self.ranks and batch_idx == 5 and not died.exists():
+        if self.rank in self.ranks and batch_idx == 5 and self.is_told and not died.exists():
             if not trainer.strategy.max_replacements:
                 ray.train.get_all_reported_checkpoints()  # returns once Ray knows of all that were reported
             died.touch()
@@ -106,8 +109,16 @@ class Dies(pl.Callback):
         if trainer.strategy.launched and trainer.strategy.launched.replaces and self.trained == 5:
             (self.folder / f"trains-{self.rank}").touch()
 
+    def _ranks_elsewhere(self):
+        """The ranks that began on another host than this one."""
+        began = {path: json.loads(path.read_text().splitlines()[0]) for path in self.folder.glob("rank-*.jsonl")}
+        here = ray.util.get_node_ip_address()
+        return [int(path.stem.removeprefix("rank-")) for path, told in began.items() if told["host"] != here]
+
     def _are_replaced(self):
-        return all((self.folder / f"trains-{rank}").exists() for rank in self.ranks)
+        """Whether somebody trains in the place of who was to die; of those on a lost host one leaves others nothing."""
+        trains = [(self.folder / f"trains-{rank}").exists() for rank in self.ranks]
+        return all(trains) if self.is_told else any(trains)
 
     def on_train_end(self, trainer, pl_module):
         total = sum(x.double().sum().item() for x in pl_module.state_dict().values())
@@ -156,9 +167,9 @@ def counts():
     return CountsTwice(), NumbersModule()
 
 
-def end_host(namespace, folder):
+def end_host(namespace, folder, workers):
     """End all that runs on a host, as a loss of power would, once workers are in the second epoch."""
-    while len(list(folder.glob("waits-*"))) < 2:
+    while len(list(folder.glob("waits-*"))) < workers:
         time.sleep(0.1)
     time.sleep(5.0)  # for Ray to hear of the checkpoint of the first
     pids = subprocess.run(["ip", "netns", "pids", namespace], capture_output=True, text=True, check=True).stdout.split()
@@ -191,14 +202,31 @@ def train(own, name, other_host, **common):
             dies = Dies(own, ranks, waits=len(ranks) == 1, server=servers.actors[0])
             run(own, name, strategy, counts, workers=3, failures=4, dies=dies, servers=servers, **common)
     else:
-        assert name in ("host-lost", "host-lost-smaller")
-        threading.Thread(target=end_host, args=(other_host, own), daemon=True).start()
+        assert name.startswith("host-lost")
+        replaced = name == "host-lost-replaced"
+        threading.Thread(target=end_host, args=(other_host, own, 3 if replaced else 2), daemon=True).start()
+        if replaced:
+            strategy = ShadowSyncStrategy(max_replacements=1, transport="tcp")
+            with server_here(name) as servers:
+                dies = Dies(own, [], waits=True, host=True)
+                run(own, name, strategy, counts, workers=3, failures=4, dies=dies, servers=servers, **common)
+            return
         workers, cpus = (2, 1) if name == "host-lost" else ((1, 2), 3)  # of four that each host has
-        arguments = {"workers": workers, "cpus": cpus, "failures": 4, "dies": Dies(own, [], host=True), **common}
-        try:
-            run(own, name, HETStrategy(), clicks, **arguments)
-        except Exception:  # Ray's own process that watches over the run was on that host
-            run(own, name, HETStrategy(), clicks, **arguments)
+        dies = Dies(own, [], host=True)
+        run(own, name, HETStrategy(), clicks, workers=workers, cpus=cpus, failures=4, dies=dies, **common)
+
+
+@contextmanager
+def server_here(name):
+    """A server on this host, wherever Ray puts the first ones."""
+    with ExitStack() as opened:
+        for number in range(8):
+            servers = RayServers(1, store_folder="/mnt/disk", num_cpus=0.1, name=f"{name}-{number}")
+            opened.enter_context(servers)
+            if ray.util.get_node_ip_address() in servers.endpoints()[0]:
+                yield servers
+                return
+        raise RuntimeError("Ray has put all servers on the other host.")
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ PRIVATE = "mount --make-rprivate / && mount -t tmpfs -o size=3g tmpfs /dev/shm &
 NAMES = [
     *("ddp", "het", "des", "shadowsync", "async_ps", "hierarchical"),
     *("easgd-replaced", "bmuf-replaced", "async_ps-replaced", "all-died"),
-    *("host-lost", "host-lost-smaller"),  # the last one of a cluster, which has one host afterwards
+    *("host-lost", "host-lost-smaller", "host-lost-replaced"),  # each in a cluster that has one host afterwards
 ]
 
 
@@ -90,8 +90,8 @@ def runs():
             "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
             "RAY_TRAIN_METRICS_ENABLED": "0",
         }
-        last = [name for name in names if name == "host-lost-smaller"]
-        for several in filter(None, ([name for name in names if name not in last], last)):
+        lasting = [name for name in names if not name.startswith("host-lost")]
+        for several in filter(None, (lasting, *([name] for name in names if name not in lasting))):
             with ExitStack() as nodes:
                 for host in hosts:
                     nodes.enter_context(node(folder, hosts, host, env))
@@ -179,6 +179,23 @@ def test_host_when_it_is_lost_and_the_other_has_less_room_then_fewer_workers_go_
     assert (first["world"], again["world"]) == (2, 1)
     assert again["host"] == runs["hosts"][0]
     assert [line["epoch"] for line in before] == [0]
+
+
+def test_host_when_it_is_lost_then_its_workers_are_replaced_on_the_other_one(runs, result_of):
+    result = result_of("host-lost-replaced")
+    here, lost = runs["hosts"]
+    dead = [told for told in result["ranks"] if told[0]["host"] == lost]
+    others = [told for told in result["ranks"] if told[0]["host"] == here]
+    assert len(dead) >= 1
+    assert len(others) >= 1
+    for first, again, last in dead:
+        assert (first["replaces"], again["replaces"], again["host"]) == (False, True, here)
+        assert (last["end"], last["members"]) == (3, 3)
+    for first, last in others:
+        assert (first["replaces"], last["end"], last["members"]) == (False, 3, 3)
+    counted = counts_of(result)
+    assert counted.min() == RATES
+    assert counted.sum() <= RATES * ROWS + len(dead) * 8 * 2 / 2
 
 
 def counts_of(result):
