@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -19,6 +21,8 @@ from recipe_tools.record import RunRecord
 
 if TYPE_CHECKING:  # the extra lightning-recsys[ray]
     from lightning_recsys.ray.servers import RunningServers
+
+log = logging.getLogger(__name__)
 
 Train = Callable[[Config, RunRecord], None]
 
@@ -72,6 +76,7 @@ class RayLauncher:
             "placement_strategy": placement_strategy,
             "resources_per_worker": None if resources_per_worker is None else dict(resources_per_worker),
         }
+        self._cpus = num_workers * float((resources_per_worker or {}).get("CPU", 1.0)) + num_servers
         self._max_failures, self._address = max_failures, address
 
     def __call__(self, train: Train, record: RunRecord) -> None:
@@ -103,7 +108,7 @@ class RayLauncher:
                 "strategy.max_replacements does not go with launcher.min_workers: one worker is replaced, or all of"
                 " them start again, as many as there is room for."
             )
-        with _cluster(self._address), self._servers() as servers:
+        with _cluster(self._address, self._cpus), self._servers() as servers:
 
             def work() -> None:
                 # Ray has led each worker into a folder of its own.
@@ -210,15 +215,29 @@ def _was_begun(marks: Path) -> bool:
 
 
 @contextmanager
-def _cluster(address: str | None) -> Iterator[None]:
-    """A connection to the cluster; one that this process had before stays."""
+def _cluster(address: str | None, cpus: float) -> Iterator[None]:
+    """A connection to the cluster; one that this process had before stays.
+
+    Args:
+        address: Where it is. Where nobody says, there is one of this machine for the run alone, with room for it.
+        cpus: CPUs of all workers and servers of the run.
+    """
     import ray
 
     if ray.is_initialized():
         yield
         return
-    ray.init(address=address)
+    is_own = address is None and "RAY_ADDRESS" not in os.environ
+    room = {"num_cpus": max(math.ceil(cpus), os.cpu_count() or 1)} if is_own else {}
+    ray.init(address=address, runtime_env={"worker_process_setup_hook": _leave_out_noise}, **room)
+    if (has := ray.cluster_resources().get("CPU", 0.0)) < cpus:
+        log.warning("The cluster has %g CPUs, and this run waits for %g, of workers and servers.", has, cpus)
     try:
         yield
     finally:
         ray.shutdown()
+
+
+def _leave_out_noise() -> None:
+    """Say nothing of Ray's dashboard, each second, where it is not installed; in each process of the run."""
+    logging.getLogger("ray.train.v2._internal.execution.controller.placement_group_cleaner").setLevel(logging.ERROR)

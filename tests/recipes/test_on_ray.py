@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from recipe_helpers import run_recipe
+from recipe_tools import on_ray
 from recipe_tools.build import build, build_trainer, plain
 from recipe_tools.on_ray import refuse_one_process, worker_arguments
 from recipe_tools.record import RunRecord
@@ -41,6 +42,26 @@ def test_workers_when_they_are_to_be_replaced_one_by_one_without_servers_then_re
     record = RunRecord(Path("nowhere"), config=config, overrides=[])
     with pytest.raises(ValueError, match=r"strategy\.max_replacements needs servers .* launcher\.num_servers=2"):
         build(config["launcher"])(print, record)
+
+
+@pytest.mark.parametrize(
+    ("address", "given", "told"),
+    [(None, {"num_cpus": 400}, None), ("auto", {}, "The cluster has 3 CPUs, and this run waits for 399.5, of workers")],
+)
+def test_cluster_when_it_is_for_the_run_alone_then_it_has_room_for_it_and_another_one_s_lack_is_told(
+    address, given, told, monkeypatch, caplog
+):
+    ray = pytest.importorskip("ray", reason="the extra lightning-recsys[ray] is not installed")
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    started = {}
+    monkeypatch.setattr(ray, "init", lambda **options: started.update(options))
+    monkeypatch.setattr(ray, "shutdown", lambda: started.update(ended=True))
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": float(started.get("num_cpus", 3))})
+    with caplog.at_level("WARNING"), on_ray._cluster(address, 399.5):
+        assert "ended" not in started
+    assert {name: started[name] for name in ("num_cpus",) if name in started} == given
+    assert (started["address"], started["ended"]) == (address, True)
+    assert [told in line for line in caplog.messages] == [True] if told else caplog.messages == []
 
 
 def test_strategy_of_one_process_when_ray_starts_two_then_refused(composed):
