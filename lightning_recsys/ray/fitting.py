@@ -144,7 +144,8 @@ def _check_replaces(run: RunConfig, scaling: ScalingConfig, *, has_servers: bool
     """Refuse to replace workers one by one where that cannot be.
 
     Raises:
-        ValueError: it cannot be.
+        ValueError: servers would end with workers, the number of workers may change, shares are fixed, or no failure
+            is allowed.
     """
     if not has_servers:
         why = "needs servers that outlive workers: fit(..., servers=RayServers(...))"

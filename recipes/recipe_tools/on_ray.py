@@ -76,7 +76,9 @@ class RayLauncher:
             "placement_strategy": placement_strategy,
             "resources_per_worker": None if resources_per_worker is None else dict(resources_per_worker),
         }
-        self._cpus = num_workers * float((resources_per_worker or {}).get("CPU", 1.0)) + num_servers
+        cpus = float((resources_per_worker or {}).get("CPU", 1.0))
+        self._cpus = num_workers * cpus + num_servers
+        self._least_cpus = (min_workers or num_workers) * cpus + num_servers
         self._max_failures, self._address = max_failures, address
 
     def __call__(self, train: Train, record: RunRecord) -> None:
@@ -87,6 +89,7 @@ class RayLauncher:
             ValueError: workers are to be replaced one by one, and servers would end with them, or their number may
                 change.
             ray.train.TrainingFailedError: workers failed once too often.
+            RuntimeError: the worker that tested the model died over it.
         """
         try:
             import ray.train.torch
@@ -108,7 +111,7 @@ class RayLauncher:
                 "strategy.max_replacements does not go with launcher.min_workers: one worker is replaced, or all of"
                 " them start again, as many as there is room for."
             )
-        with _cluster(self._address, self._cpus), self._servers() as servers:
+        with _cluster(self._address, self._cpus, self._least_cpus), self._servers() as servers:
 
             def work() -> None:
                 # Ray has led each worker into a folder of its own.
@@ -129,7 +132,7 @@ class RayLauncher:
                 ),
             )
             trainer.fit()
-        learned = json.loads(_learned(folder, run_id).read_text())
+        learned = read_learned(folder, run_id)
         record.metrics |= learned["metrics"]
         record.details |= learned["details"]
 
@@ -175,6 +178,22 @@ def run_worker(train: Train, config: Config, folder: Path, run_id: str, servers:
             _learned(folder, run_id).write_text(json.dumps(learned, default=str))
 
 
+def read_learned(folder: Path, run_id: str) -> dict[str, Any]:
+    """Metrics and details of the run, as its first worker has left them.
+
+    Raises:
+        RuntimeError: it has left nothing: where workers are replaced one by one nobody tests in its place.
+    """
+    try:
+        learned: dict[str, Any] = json.loads(_learned(folder, run_id).read_text())
+    except FileNotFoundError:
+        raise RuntimeError(
+            "the run has trained, and the worker that tested the model died over it. The same command with"
+            f" hydra.run.dir={folder} ckpt_path=last tests it."
+        ) from None
+    return learned
+
+
 def _learned(folder: Path, run_id: str) -> Path:
     return folder / "ray" / f"learned-{run_id}.json"
 
@@ -215,12 +234,13 @@ def _was_begun(marks: Path) -> bool:
 
 
 @contextmanager
-def _cluster(address: str | None, cpus: float) -> Iterator[None]:
+def _cluster(address: str | None, cpus: float, least: float) -> Iterator[None]:
     """A connection to the cluster; one that this process had before stays.
 
     Args:
         address: Where it is. Where nobody says, there is one of this machine for the run alone, with room for it.
         cpus: CPUs of all workers and servers of the run.
+        least: CPUs of so few as will do.
     """
     import ray
 
@@ -230,8 +250,8 @@ def _cluster(address: str | None, cpus: float) -> Iterator[None]:
     is_own = address is None and "RAY_ADDRESS" not in os.environ
     room = {"num_cpus": max(math.ceil(cpus), os.cpu_count() or 1)} if is_own else {}
     ray.init(address=address, runtime_env={"worker_process_setup_hook": _leave_out_noise}, **room)
-    if (has := ray.cluster_resources().get("CPU", 0.0)) < cpus:
-        log.warning("The cluster has %g CPUs, and this run waits for %g, of workers and servers.", has, cpus)
+    if (has := ray.cluster_resources().get("CPU", 0.0)) < least:
+        log.warning("The cluster has %g CPUs, and this run waits for %g, of workers and servers.", has, least)
     try:
         yield
     finally:

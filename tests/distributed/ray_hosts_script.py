@@ -68,6 +68,9 @@ class Dies(pl.Callback):
         with (self.folder / f"rank-{self.rank}.jsonl").open("a") as file:
             file.write(json.dumps(values) + "\n")
 
+    def tell_seen(self, trainer):
+        (self.folder / f"validated-{self.rank}").write_text(str(float(trainer.callback_metrics["seen"])))
+
     @property
     def rank(self):
         return ray.train.get_context().get_world_rank()
@@ -87,6 +90,8 @@ class Dies(pl.Callback):
         if trainer.current_epoch != 1:
             return
         if self.host:
+            if not trainer.strategy.max_replacements:
+                ray.train.get_all_reported_checkpoints()  # returns once Ray knows of all that were reported
             (self.folder / f"waits-{self.rank}").touch()
             while not (self.folder / "host-ended").exists():
                 time.sleep(0.1)
@@ -140,6 +145,9 @@ def run(folder, name, strategy, make, *, workers, failures, dies, servers=None, 
             callbacks=[dies],
         )
         trainer.fit(task, datamodule=data, ckpt_path=worker.checkpoint)
+        if strategy.max_replacements:  # with those that have joined
+            trainer.validate(task, datamodule=data, ckpt_path=worker.checkpoint, verbose=False)
+            dies.tell_seen(trainer)
 
     began = time.monotonic()
     result = fit(
@@ -154,6 +162,7 @@ def run(folder, name, strategy, make, *, workers, failures, dies, servers=None, 
         "checkpoints": [path_in(checkpoint) for checkpoint, _ in result.best_checkpoints],
         "epoch": result.metrics["epoch"],
         "seconds": round(time.monotonic() - began, 1),
+        "validated": [float(path.read_text()) for path in folder.glob("validated-*")],
     }
     (folder / "result.json").write_text(json.dumps(came))
 
@@ -171,7 +180,6 @@ def end_host(namespace, folder, workers):
     """End all that runs on a host, as a loss of power would, once workers are in the second epoch."""
     while len(list(folder.glob("waits-*"))) < workers:
         time.sleep(0.1)
-    time.sleep(5.0)  # for Ray to hear of the checkpoint of the first
     pids = subprocess.run(["ip", "netns", "pids", namespace], capture_output=True, text=True, check=True).stdout.split()
     for pid in pids:
         os.kill(int(pid), signal.SIGKILL)

@@ -150,6 +150,7 @@ def test_worker_when_it_dies_with_a_server_then_another_takes_its_place_and_ever
         assert (told[-1]["end"], told[-1]["members"]) == (3, 3)
     assert [told[-1]["first"] for told in result["ranks"]].index(True) == (1 if dead == 0 else 0)
     assert len({told[-1]["total"] for told in result["ranks"]}) == 1
+    assert result["validated"] == [ROWS] * 3  # behind the fit, from the last checkpoint, with the new one
     counted = counts_of(result)
     assert counted.min() == RATES
     assert counted.sum() <= RATES * ROWS + 8 * 2 / 2  # of one lease at most, in the second epoch, twice

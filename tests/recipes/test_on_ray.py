@@ -27,7 +27,19 @@ def test_launcher_when_fewer_workers_will_do_then_so_few_are_from_1_to_all_of_th
 
 def test_run_when_fewer_workers_will_do_then_one_is_no_mistake(composed):
     config = plain(composed("train", "launcher=ray", "launcher.min_workers=1", "strategy=single", "trainer=cpu"))
-    refuse_one_process(build_trainer(config, logger=False), config)
+    trainer = build_trainer(config, logger=False)
+    refuse_one_process(trainer, config)
+    config["launcher"]["min_workers"] = 2
+    with pytest.raises(ValueError, match="trains on 1 process"):
+        refuse_one_process(trainer, config)
+
+
+def test_run_when_its_first_worker_has_left_nothing_then_says_what_to_do(tmp_path):
+    (tmp_path / "ray").mkdir()
+    with pytest.raises(RuntimeError, match=rf"tested the model died.*hydra.run.dir={tmp_path} ckpt_path=last"):
+        on_ray.read_learned(tmp_path, "run1")
+    (tmp_path / "ray" / "learned-run1.json").write_text('{"metrics": {"test/ne": 0.9}, "details": {}}')
+    assert on_ray.read_learned(tmp_path, "run1")["metrics"] == {"test/ne": 0.9}
 
 
 def test_servers_when_they_have_no_folder_then_refused(composed):
@@ -57,7 +69,7 @@ def test_cluster_when_it_is_for_the_run_alone_then_it_has_room_for_it_and_anothe
     monkeypatch.setattr(ray, "init", lambda **options: started.update(options))
     monkeypatch.setattr(ray, "shutdown", lambda: started.update(ended=True))
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": float(started.get("num_cpus", 3))})
-    with caplog.at_level("WARNING"), on_ray._cluster(address, 399.5):
+    with caplog.at_level("WARNING"), on_ray._cluster(address, 399.5, 399.5):
         assert "ended" not in started
     assert {name: started[name] for name in ("num_cpus",) if name in started} == given
     assert (started["address"], started["ended"]) == (address, True)

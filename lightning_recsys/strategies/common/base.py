@@ -113,7 +113,7 @@ class RecsysStrategy(DDPStrategy):
         min_workers: An asynchronous run on our launcher goes on without workers that die as long as so many are left.
         max_replacements: How many of them are replaced, where the dense part can have them.
         launched: How our launcher, or an engine that replaces single workers, has started this process; else ``None``.
-        joining: The way of this process into a run that others train; ``None`` where it was there from the start.
+        joining: The way of this process into a run that others train, until that is over; else ``None``.
 
     Raises:
         ValueError: ``max_restarts`` is negative, ``transport`` or ``compression`` is unknown, ``servers`` are no
@@ -128,7 +128,6 @@ class RecsysStrategy(DDPStrategy):
     min_workers: int = 1
     max_replacements: int = 0
     launched: Launched | None = None
-    joining: Joining | None = None
     _has_first_place: bool = False  # the workers before this one have died
     dense: DensePart
     rows: Rows
@@ -191,6 +190,7 @@ class RecsysStrategy(DDPStrategy):
         It is called on an object without anything else as well, to learn what a copy is to have.
         """
         self.changes: RunChanges | None = None
+        self.joining: Joining | None = None
         self.averages: AveragedCopies | None = None
         self.dealer: ShareDealer | None = None  # of this worker's part of each epoch, while it trains
         self._frozen: list[tuple[str, nn.Parameter]] = []  # parameters that no worker shares, while a run trains
@@ -199,7 +199,7 @@ class RecsysStrategy(DDPStrategy):
     def __getstate__(self) -> dict[str, Any]:
         fresh = type(self).__new__(type(self))
         fresh._reset()
-        return vars(self) | vars(fresh) | {"launched": None, "joining": None}
+        return vars(self) | vars(fresh) | {"launched": None}
 
     @classmethod
     def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
@@ -514,6 +514,8 @@ class RecsysStrategy(DDPStrategy):
         """Undo :meth:`setup` and :meth:`setup_environment`, as far as they have come."""
         if self.dealer is not None:
             self.dealer.close()
+        if self.joining is not None:
+            self.joining.end()
         self.dense.stop()
         self.checkpoints.close()
         self.unbind_backends()

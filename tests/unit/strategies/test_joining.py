@@ -10,7 +10,7 @@ import torch
 
 from lightning_recsys.launchers import Launched
 from lightning_recsys.strategies.common.workers import joining
-from lightning_recsys.strategies.common.workers.joining import STATE, leave_state
+from lightning_recsys.strategies.common.workers.joining import STATE, Joining, leave_state
 
 
 class Group:
@@ -91,3 +91,35 @@ def test_state_when_the_epoch_has_just_begun_then_is_not_left_yet_and_nothing_is
     assert not leave_state(strategy)
     assert caplog.messages == []
     assert list(tmp_path.iterdir()) == []
+
+
+class Connector:
+    def resume_start(self, path):
+        return f"from {path}"
+
+
+class Place(SimpleNamespace):
+    """A place where the state of the run lies ready."""
+
+    def connect(self, cancelled):
+        return self
+
+    def request(self, operation, *, arguments):
+        return SimpleNamespace(value=[3, 1])
+
+
+def test_process_when_its_run_is_over_then_it_loads_checkpoints_as_others_do(strategy, tmp_path):
+    strategy.run_servers = SimpleNamespace(is_asked_to_end=lambda: False)
+    strategy.global_rank = 1
+    trainer = strategy.task.trainer
+    trainer.num_sanity_val_steps, trainer._checkpoint_connector = 2, Connector()
+    leave_state(strategy)
+    joins = Joining(strategy, Place(run="run", size=3), tmp_path)
+    joins.end()  # before it has begun
+    joins.wait()
+    assert trainer._checkpoint_connector.resume_start("last.ckpt") is None
+    assert trainer.num_sanity_val_steps == 0
+    joins.end()
+    joins.end()
+    assert trainer._checkpoint_connector.resume_start("last.ckpt") == "from last.ckpt"
+    assert trainer.num_sanity_val_steps == 2

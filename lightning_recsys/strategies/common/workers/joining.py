@@ -130,6 +130,8 @@ class Joining:
         self._cancelled = strategy.run_servers.is_asked_to_end
         self._waiting = WaitingPlace(place, rank=strategy.global_rank, cancelled=self._cancelled)
         self.joined: Joined | None = None
+        self._trainer: pl.Trainer | None = None  # kept from doing what is done at a run's start alone, until `end`
+        self._sanity_steps: int | float = 0  # its own
 
     def wait(self) -> None:
         """Return when the state of the run is there, and keep Lightning from what is done at a run's start alone.
@@ -140,10 +142,17 @@ class Joining:
         """
         self._place = self._waiting.wait_for_state()
         self.state = self._load()
-        trainer = self._strategy.task.trainer
-        trainer.num_sanity_val_steps = 0
+        self._trainer = trainer = self._strategy.task.trainer
+        self._sanity_steps, trainer.num_sanity_val_steps = trainer.num_sanity_val_steps, 0
         # The checkpoint that the run went on from is older than what the others have, and may be gone.
         trainer._checkpoint_connector.resume_start = lambda *_, **__: None  # type: ignore[method-assign]
+
+    def end(self) -> None:
+        """The run is over: what this process does next, with the others, it does as they do."""
+        if self._trainer is not None:
+            self._trainer.num_sanity_val_steps = self._sanity_steps
+            del self._trainer._checkpoint_connector.resume_start  # the class has it
+            self._trainer = None
 
     def _load(self) -> RunState:
         with self._path.open("rb") as file:
