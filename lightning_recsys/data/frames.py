@@ -6,7 +6,7 @@ import hashlib
 import os
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.ipc as ipc
 from pyarrow.interchange import from_dataframe
 
+FRAMES = "frames"  # the folder in a cache of prepared rows
 _BATCH_ROWS = 1 << 16
 _KEPT_SECONDS = 7 * 24 * 3600.0  # since a file was last used
 _UNTYPED = "a stream whose rows lack values has no types: make a Dataset of it, as Dataset.from_list(list(stream))"
@@ -59,8 +60,39 @@ def frame_file(frame: Any, folder: Path) -> Path:
     finally:
         unfinished.unlink(missing_ok=True)
     os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
-    _remove_unused(folder)
+    remove_frames(folder, unused_seconds=_KEPT_SECONDS)
     return path
+
+
+def frame_files(folder: Path) -> dict[Path, int]:
+    """The files of tables in a folder, unfinished ones too, and how many bytes each takes."""
+    found: dict[Path, int] = {}
+    for path in [*folder.glob("*.arrow"), *folder.glob("*.part")]:
+        with suppress(FileNotFoundError):  # another process has removed it
+            found[path] = path.stat().st_size
+    return found
+
+
+def remove_frames(folder: Path, *, unused_seconds: float, keep: Collection[str] = ()) -> list[int]:
+    """Remove files of tables that were not asked for lately.
+
+    Args:
+        folder: Where the files are; it may not be there.
+        unused_seconds: For how long a file was not asked for.
+        keep: Paths of files that stay.
+
+    Returns:
+        The bytes of each that was removed.
+    """
+    removed = []
+    for path, size in frame_files(folder).items():
+        with suppress(OSError):
+            about = path.stat()
+            used = max(about.st_atime, about.st_mtime)  # the latter of one that is still written
+            if str(path) not in keep and time.time() - used > unused_seconds:
+                path.unlink()
+                removed.append(size)
+    return removed
 
 
 def _reader(frame: Any) -> pa.RecordBatchReader:
@@ -120,10 +152,3 @@ def _reader_of_batches(tables: Iterator[pa.Table]) -> pa.RecordBatchReader:
             ) from error
 
     return pa.RecordBatchReader.from_batches(first.schema, batches())
-
-
-def _remove_unused(folder: Path) -> None:
-    for path in [*folder.glob("*.arrow"), *folder.glob("*.part")]:
-        with suppress(OSError):
-            if time.time() - path.stat().st_atime > _KEPT_SECONDS:
-                path.unlink()

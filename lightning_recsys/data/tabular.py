@@ -22,7 +22,7 @@ from rich.console import Console
 
 from lightning_recsys.__about__ import __version__
 from lightning_recsys.data.files import check_md5, file_identities
-from lightning_recsys.data.frames import frame_file
+from lightning_recsys.data.frames import FRAMES, frame_file
 from lightning_recsys.data.guesses.guessing import guess_schema
 from lightning_recsys.data.options import Split, check_option
 from lightning_recsys.data.preparation import ByFile, BySchema, Preparation, SchemaRules, SplitRule
@@ -163,7 +163,7 @@ class TabularDataModule(PreparedReader):
         """
         if schema is not None and (label is not None or dates is not None):
             raise ValueError("from_frame takes label and dates to guess a schema: with schema=, name them in it.")
-        folder = RowCache(cache).folder / "frames"
+        folder = RowCache(cache).folder / FRAMES
         given = {"train": frame, "validation": validation, "test": test, "predict": predict}
         files = {split: str(frame_file(rows, folder)) for split, rows in given.items() if rows is not None}
         if schema is None:

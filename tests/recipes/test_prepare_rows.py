@@ -6,10 +6,13 @@ import gc
 import gzip
 import io
 import json
+import os
 import random
 import re
 import time
+from pathlib import Path
 
+import pyarrow as pa
 import pytest
 from omegaconf import OmegaConf
 from recipe_helpers import train_here
@@ -160,7 +163,38 @@ def test_cache_when_listed_and_cleared_then_says_what_is_in_it(tmp_path, capsys)
     del data
     gc.collect()
     show_cache([*cache, "--clear"])
-    assert re.search(r"removed 1 entries, [\d,]+ bytes.*is empty", capsys.readouterr().out, re.DOTALL)
+    cleared = r"removed 1 entries and 0 copies of tables, [\d,]+ bytes.*is empty"
+    assert re.search(cleared, capsys.readouterr().out, re.DOTALL)
+
+
+def test_cache_when_cleared_then_copies_of_tables_go_but_those_in_use_or_of_this_hour(tmp_path, capsys):
+    cache, folder = ["--folder", str(tmp_path)], tmp_path / "frames"
+    frames = [pa.table({"click": [0, 1] * 50, "user": list("abcde") * 20, "price": [x] * 100}) for x in range(3)]
+    in_use, forgotten, just_made = (
+        TabularDataModule.from_frame(frame, label="click", cache=tmp_path) for frame in frames
+    )
+    for data in (in_use, forgotten):
+        data.setup("fit")
+    paths = [Path(data.schema.files["train"][0]) for data in (in_use, forgotten, just_made)]
+    for path in paths[:2]:
+        os.utime(path, (time.time() - 7200, time.time() - 7200))
+    size = paths[1].stat().st_size
+    del forgotten, data
+    gc.collect()
+    show_cache(cache)
+    told = f"3 copies of tables that from_frame was given, {sum(x.stat().st_size for x in paths):,} bytes"
+    assert told in squeezed(capsys)
+    show_cache([*cache, "--clear"])
+    output = squeezed(capsys)
+    freed = int(re.search(r"removed 1 entries and 1 copies of tables, ([\d,]+) bytes", output)[1].replace(",", ""))
+    assert freed > size
+    assert sorted(folder.iterdir()) == sorted([paths[0], paths[2]])
+    just_made.setup("fit")  # its rows are prepared later, and are those of its table
+    assert just_made.train_dataloader() is not None
+
+
+def squeezed(capsys):
+    return " ".join(capsys.readouterr().out.split())
 
 
 def bars_folder(folder, header, line):
