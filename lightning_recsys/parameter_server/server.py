@@ -55,6 +55,10 @@ _MAX_WAITING = 8  # requests of one connection that are received before they are
 log = logging.getLogger(__name__)
 
 
+class FolderInUseError(RuntimeError):
+    """Another server, on the same machine, serves the folder."""
+
+
 def serve(
     folder: Path,
     *,
@@ -442,7 +446,7 @@ def _lock(folder: Path) -> Any:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         file.close()
-        raise RuntimeError(f"another server serves {folder}; two would count the same pushes.") from None
+        raise FolderInUseError(f"another server serves {folder}; two would count the same pushes.") from None
     return file
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,14 +13,16 @@ from typing import Any, Self
 
 import ray
 import ray.util
+from ray.exceptions import RayTaskError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from lightning_recsys.parameter_server.access.keys import JobKeys
-from lightning_recsys.parameter_server.server import serve
+from lightning_recsys.parameter_server.server import FolderInUseError, serve
 
 _ENDPOINT = "endpoint"  # a file beside the stores, by which a server that starts again finds its port
 START_SECONDS = 120.0  # for a cluster to have room for the servers
+ENDING_SECONDS = 10.0  # for the server that a folder had before, of a run that is over, to end
 
 
 class RayServers:
@@ -44,6 +47,7 @@ class RayServers:
     Raises:
         ValueError: there is to be no server, or the folder has no absolute path.
         TimeoutError: the cluster has no room for the servers (on entering).
+        RuntimeError: servers of another run, which goes on, have the folders (on entering).
     """
 
     def __init__(
@@ -92,7 +96,13 @@ class RayServers:
 
     def endpoints(self) -> list[str]:
         """Where the servers listen, in their order; waits for those that start."""
-        endpoints: list[str] = ray.get([actor.endpoint.remote() for actor in self.actors])
+        try:
+            endpoints: list[str] = ray.get([actor.endpoint.remote() for actor in self.actors])
+        except RayTaskError as error:
+            raise RuntimeError(
+                f"{error.cause} Servers of a run that goes on have the folder: give these another store_folder"
+                " (launcher.store_folder), or another name."
+            ) from None
         return endpoints
 
     def stop(self) -> None:
@@ -140,12 +150,19 @@ class ServerActor:
     def __init__(self, folder: str, keys: bytes) -> None:
         self._folder, self._keys = Path(folder), keys
         self._endpoint = ""
+        self._refused: FolderInUseError | None = None
         self._listens = threading.Event()
         threading.Thread(target=self._serve, name="server", daemon=True).start()
 
     def endpoint(self) -> str:
-        """Where it listens, as soon as it does."""
+        """Where it listens, as soon as it does.
+
+        Raises:
+            FolderInUseError: another server has the folder.
+        """
         self._listens.wait()
+        if self._refused is not None:
+            raise self._refused
         return self._endpoint
 
     def keys(self) -> bytes:
@@ -157,9 +174,20 @@ class ServerActor:
         return os.getpid()
 
     def _serve(self) -> None:
+        deadline = time.monotonic() + ENDING_SECONDS
         try:
             self._folder.parent.mkdir(parents=True, exist_ok=True)
-            serve(self._folder, bind=self._address(), keys=JobKeys.from_bytes(self._keys).server, ready=self._has_begun)
+            keys = JobKeys.from_bytes(self._keys).server
+            while True:
+                try:
+                    serve(self._folder, bind=self._address(), keys=keys, ready=self._has_begun)
+                    break
+                except FolderInUseError as error:
+                    if time.monotonic() > deadline:  # it is not one that ends
+                        self._refused = error
+                        self._listens.set()
+                        return
+                time.sleep(0.2)
         except BaseException:
             traceback.print_exc()
         os._exit(1)  # so that Ray starts it again

@@ -215,6 +215,12 @@ def main(folder):
     recipes = recipe(folder)
     with RayServers(2, store_folder=folder / "stores", num_cpus=0.5) as servers:
         endpoints, pid = servers.endpoints(), ray.get(servers.actors[0].pid.remote())
+        refused = ""
+        try:
+            with RayServers(1, store_folder=folder / "stores", num_cpus=0.5):
+                pass
+        except RuntimeError as error:
+            refused = str(error)
         result = run(HETStrategy(transport="tcp"), folder, name="het", epochs=2, servers=servers)
     het = {
         "metrics": result.metrics,
@@ -222,6 +228,7 @@ def main(folder):
         "last": result.checkpoint.path,
         "endpoints": endpoints,
         "server_pid": pid,
+        "refused": refused,
     }
     recipes.wait()
     swept = sweep(folder)

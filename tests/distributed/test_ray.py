@@ -107,6 +107,12 @@ def test_servers_when_an_actor_is_killed_then_each_push_has_counted_once(runs):
         assert last["server_pid"] != runs["het"]["server_pid"]
 
 
+def test_servers_when_those_of_another_run_have_the_folder_then_refused_and_these_go_on(runs):
+    folder = runs["folder"] / "stores" / "server-0"
+    assert runs["het"]["refused"].startswith(f"another server serves {folder}; two would count the same pushes.")
+    assert "another store_folder (launcher.store_folder)" in runs["het"]["refused"]
+
+
 def test_checkpoints_then_each_epoch_has_reported_one_and_the_last_one_loads(runs):
     from lightning_recsys.checkpoints import has_checkpoint, read_checkpoint
 
