@@ -37,13 +37,15 @@ import lightning_recsys.strategies.des.strategy
 import lightning_recsys.strategies.het.strategy
 import lightning_recsys.strategies.shadowsync.strategy
 import lightning_recsys.tasks  # noqa: F401
-from lightning_recsys.launchers.processes import IN_FORK_SERVER
+from lightning_recsys.launchers.processes import IN_FORK_SERVER, OBJECT_STORES
 
 NUM_STREAMS = 3
 
-forkserver.set_forkserver_preload(
-    ["train", "evaluate", *sorted(x for x in sys.modules if x.partition(".")[0] == "lightning_recsys"), IN_FORK_SERVER]
-)
+for store in OBJECT_STORES:  # which Lightning would import in each command
+    with suppress(ImportError):
+        import_module(store)
+ours = sorted(x for x in sys.modules if x.partition(".")[0] in ("lightning_recsys", *OBJECT_STORES))
+forkserver.set_forkserver_preload(["train", "evaluate", *ours, IN_FORK_SERVER])
 forkserver.ensure_running()
 import_module(IN_FORK_SERVER)  # this process is one, too
 
