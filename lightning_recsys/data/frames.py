@@ -88,7 +88,7 @@ def remove_frames(folder: Path, *, unused_seconds: float, keep: Collection[str] 
     for path, size in frame_files(folder).items():
         with suppress(OSError):
             about = path.stat()
-            used = max(about.st_atime, about.st_mtime)  # the latter of one that is still written
+            used = about.st_mtime if path.suffix == ".part" else about.st_atime  # one that is written was not asked for
             if str(path) not in keep and time.time() - used > unused_seconds:
                 path.unlink()
                 removed.append(size)
