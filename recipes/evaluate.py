@@ -9,58 +9,15 @@ import sys
 
 import hydra
 from omegaconf import DictConfig
-from pytorch_lightning.callbacks import ProgressBar
-from recipe_tools.build import (
-    Config,
-    build_callbacks,
-    build_datamodule,
-    build_task,
-    check_calibrate,
-    check_test_rows,
-    count_parameters,
-    seed_everything,
-    test_on_one_device,
-)
-from recipe_tools.config_types import check_types
+from recipe_tools.checkpoint_config import offer_checkpoint_config
 from recipe_tools.overrides import explained_overrides
-from recipe_tools.record import RunRecord
-from recipe_tools.report import print_results, unknown_ids
-from recipe_tools.sweep import recipe_job
-from recipe_tools.trained import load_checkpoint, offer_checkpoint_config
-
-from lightning_recsys.runtime import configure_worker
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="evaluate")
 def main(cfg: DictConfig) -> None:
-    with recipe_job(cfg) as record:
-        evaluate(record.config, record)
+    from recipe_tools.jobs.evaluation import run  # once there is something to do: torch and Lightning take seconds
 
-
-def evaluate(config: Config, record: RunRecord) -> None:
-    """Test the checkpoint, print; the results stand in ``record``."""
-    check_types(config)
-    seed_everything(config["seed"])
-    configure_worker()
-    datamodule = build_datamodule(config, checkpoint=load_checkpoint(config["ckpt_path"]))
-    check_test_rows(config, datamodule)
-    task = build_task(config, datamodule)
-    check_calibrate(config, task, datamodule)
-    record.details["parameters"] = count_parameters(task.model, datamodule)
-    progress = [callback for callback in build_callbacks(config) if isinstance(callback, ProgressBar)]
-    record.metrics |= test_on_one_device(
-        config,
-        task,
-        datamodule,
-        ckpt_path=config["ckpt_path"],
-        calibrate=config["calibrate"],
-        logger=False,
-        callbacks=progress,
-    )
-    record.details["best_normalized_entropy"] = datamodule.best_normalized_entropy
-    record.details["rows_read"] = getattr(datamodule, "rows_read", {})
-    record.details["unknown_ids"] = unknown_ids(datamodule, ["test"])
-    print_results(config["name"], record)
+    run(cfg)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ NOTES = (
     "pytorch_lightning.utilities.rank_zero",
     "lightning_fabric.utilities.rank_zero",
     "lightning_fabric.utilities.distributed",
+    "matplotlib.font_manager",  # it has looked for fonts
 )
 
 

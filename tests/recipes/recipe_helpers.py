@@ -26,9 +26,9 @@ RECIPES, CONF = ROOT / "recipes", ROOT / "conf"
 sys.path.insert(0, str(RECIPES))
 
 from recipe_tools.build import self_contained  # noqa: E402 - from the path above
+from recipe_tools.jobs.training import train  # noqa: E402
 from recipe_tools.quiet import be_quiet  # noqa: E402
 from recipe_tools.record import RunRecord, isolated_job  # noqa: E402
-from train import train  # noqa: E402
 
 MARK = "LIGHTNING_RECSYS_TEST_RUN"
 TCP_LISTEN = "0A"  # in /proc/net/tcp

@@ -24,11 +24,11 @@ from lightning_recsys.cli import recipes_folder
 
 sys.path.insert(0, str(recipes_folder()))
 
-import benchmark  # noqa: F401 - all of it for what it imports
-import evaluate  # noqa: F401
-import predict  # noqa: F401
-import prepare  # noqa: F401
-import train  # noqa: F401
+import recipe_tools.jobs.evaluation
+import recipe_tools.jobs.guess
+import recipe_tools.jobs.prediction
+import recipe_tools.jobs.prepare_rows
+import recipe_tools.jobs.training  # noqa: F401 - all of it for what it imports
 
 import lightning_recsys.callbacks
 import lightning_recsys.data
@@ -45,7 +45,7 @@ for store in OBJECT_STORES:  # which Lightning would import in each command
     with suppress(ImportError):
         import_module(store)
 ours = sorted(x for x in sys.modules if x.partition(".")[0] in ("lightning_recsys", *OBJECT_STORES))
-forkserver.set_forkserver_preload(["train", "evaluate", *ours, IN_FORK_SERVER])
+forkserver.set_forkserver_preload(["recipe_tools.jobs.training", "recipe_tools.jobs.evaluation", *ours, IN_FORK_SERVER])
 forkserver.ensure_running()
 import_module(IN_FORK_SERVER)  # this process is one, too
 

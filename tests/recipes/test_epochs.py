@@ -6,9 +6,9 @@ import json
 from types import SimpleNamespace
 
 import pytest
-import train
 from recipe_helpers import TINY, TINY_DATA, plain, train_here
 from recipe_tools.epochs import take_auto_epochs
+from recipe_tools.jobs import training
 
 QUIET = ["trainer=cpu", "callbacks/progress_bar=none", "logger=none"]
 
@@ -62,8 +62,10 @@ def test_epochs_when_auto_and_an_engine_starts_the_workers_then_they_get_a_numbe
     pytest.importorskip("ray")
     record = SimpleNamespace(config=plain(composed("train", "launcher=ray", "trainer.max_epochs=auto")))
     started = []
-    monkeypatch.setattr(train, "build", lambda node: lambda function, record: started.append(record.config["trainer"]))
-    train.launch(record)
+    monkeypatch.setattr(
+        training, "build", lambda node: lambda function, record: started.append(record.config["trainer"])
+    )
+    training.launch(record)
     assert [trainer["max_epochs"] for trainer in started] == [100]
 
 

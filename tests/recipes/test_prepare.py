@@ -6,12 +6,12 @@ import re
 import sys
 
 import numpy as np
-import predict
 import prepare
 import pytest
 import yaml
 from omegaconf import OmegaConf
 from recipe_tools.command import command
+from recipe_tools.jobs import prediction
 
 from lightning_recsys import cli
 
@@ -116,11 +116,9 @@ def test_rows_without_labels_are_predicted_from_the_checkpoint_alone(trained, ru
     assert [row[0] for row in rows] == ["007", "008", "009"]
     assert {path.name for path in tmp_path.iterdir()} == {"new.csv", "predictions.csv"}
     with pytest.raises(SystemExit, match=r"predictions\.csv exists\. Choose another out=, or overwrite=true\."):
-        predict.main.__wrapped__(
-            OmegaConf.create({"out": str(tmp_path / "predictions.csv"), "overwrite": False, "data": {}})
-        )
+        prediction.run(OmegaConf.create({"out": str(tmp_path / "predictions.csv"), "overwrite": False, "data": {}}))
     with pytest.raises(ValueError, match="id=request is a column of the rows that data= names"):
-        predict.predict({"task": {"_target_": "lightning_recsys.tasks.CTRTask"}, "id": "request", "rows": None})
+        prediction.predict({"task": {"_target_": "lightning_recsys.tasks.CTRTask"}, "id": "request", "rows": None})
     none = run_forked("predict.py", line[0], "data.schema.split.test=0", "out=none.csv", folder=tmp_path)
     assert "the run has no test rows to predict" in none.stderr
     again = run_forked("predict.py", *line, "data=[new.csv,nowhere.csv]", "overwrite=true", folder=tmp_path)
@@ -152,12 +150,12 @@ def test_predict_when_the_users_own_model_raises_then_the_traceback_is_in_the_lo
     def of_the_model(config):
         raise ValueError("the model's own")
 
-    monkeypatch.setattr(predict, "predict", of_the_model)
-    monkeypatch.setattr(predict, "plain", OmegaConf.to_container)
-    monkeypatch.setattr(predict, "be_quiet", lambda: None)
+    monkeypatch.setattr(prediction, "predict", of_the_model)
+    monkeypatch.setattr(prediction, "plain", OmegaConf.to_container)
+    monkeypatch.setattr(prediction, "be_quiet", lambda: None)
     cfg = OmegaConf.create({"out": str(tmp_path / "out.csv"), "overwrite": False})
     for level in ("INFO", "DEBUG"):
         caplog.clear()
         with caplog.at_level(level, "predict"), pytest.raises(SystemExit, match=r"^the model's own$"):
-            predict.main.__wrapped__(cfg)
+            prediction.run(cfg)
         assert ("in of_the_model" in caplog.text) == (level == "DEBUG")

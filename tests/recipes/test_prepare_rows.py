@@ -16,7 +16,7 @@ import pyarrow as pa
 import pytest
 from omegaconf import OmegaConf
 from recipe_helpers import train_here
-from recipe_tools.prepare_rows import prepare_rows
+from recipe_tools.jobs.prepare_rows import prepare_rows
 from recipe_tools.row_cache import show_cache
 from rich.console import Console
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
-import results
-from recipe_helpers import train_here
+from recipe_helpers import RECIPES, train_here
+from recipe_tools.jobs import kept_runs
 from recipe_tools.records import END, START, allowed, records_table, redo, write_page
 
-ROOT = Path(results.__file__).parent / "results"
+ROOT = RECIPES / "results"
 PAGE = ROOT.parents[1] / "docs/records.md"
 SMALL = ["trainer=cpu", "data.train_rows=600", "data.val_rows=200", "data.test_rows=200", "callbacks/progress_bar=none"]
 SMALL += ["data.batch_size=100", "model=lr", "data.cardinalities=[20,30]"]
@@ -22,7 +21,7 @@ def kept(composed, tmp_path):
     train_here(composed("train", *SMALL, "seed=3"), tmp_path / "run")
     path = tmp_path / "run/metrics.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"overrides": [*SMALL, "seed=3"]}))
-    results.keep(tmp_path / "run", "synthetic/lr", tmp_path / "kept")
+    kept_runs.keep(tmp_path / "run", "synthetic/lr", tmp_path / "kept")
     return tmp_path / "kept"
 
 
@@ -83,7 +82,7 @@ def test_page_when_it_has_no_marks_then_is_refused_and_else_only_what_is_between
 
 
 def test_page_then_has_the_runs_that_are_kept_and_these_are_of_every_model_and_tell_versions_and_logs():
-    table = records_table(results.by_name([], ROOT), ROOT)
+    table = records_table(kept_runs.by_name([], ROOT), ROOT)
     assert f"{START}\n{table}\n{END}" in PAGE.read_text(), "python recipes/results.py page docs/records.md"
     models = {"lr", "fm", "wide_deep", "deepfm", "dcn", "dcn_v2", "dlrm"}
     for data in ("adult", "movielens"):

@@ -5,11 +5,11 @@ import socket
 import time
 from types import SimpleNamespace
 
-import export as recipe
 import litserve
 import pytest
 import torch
-from serve import run
+from recipe_tools.jobs import exporting
+from recipe_tools.jobs.serving import serve
 
 from lightning_recsys.models import LogisticRegression
 from lightning_recsys.serving import ModelReader, dense, export, roll_back
@@ -34,10 +34,10 @@ class Interrupted:
 @pytest.mark.timeout(60)
 def test_server_when_ended_while_it_starts_then_no_process_is_left():
     for interrupted in (Interrupted(), Interrupted(KeyboardInterrupt())):
-        run(interrupted, host="127.0.0.1", port=8000)
+        serve(interrupted, host="127.0.0.1", port=8000)
         assert multiprocessing.active_children() == []
     with pytest.raises(SystemExit, match="was killed"):
-        run(Interrupted(RuntimeError("a process was killed")), host="127.0.0.1", port=8000)
+        serve(Interrupted(RuntimeError("a process was killed")), host="127.0.0.1", port=8000)
     assert multiprocessing.active_children() == []
 
 
@@ -73,16 +73,16 @@ def test_export_when_another_version_is_held_then_onnx_is_of_the_published_one_a
         "export_onnx": lambda model, file: written.update({file: model}),
     }
     for name, function in made.items():
-        monkeypatch.setattr(recipe, name, function)
+        monkeypatch.setattr(exporting, name, function)
     monkeypatch.setattr(export, "export_apart", dense._export)
     out = str(tmp_path / "published")
     config = {"checkpoint": str(tmp_path / "a.ckpt"), "out": out, "rows": "float32", "layout": "versions"}
     config |= {"keep_runs": None, "onnx": None}
-    assert recipe.export(config) == f"published version 1 in {out}"
+    assert exporting.export(config) == f"published version 1 in {out}"
     roll_back(out, 1)
     with torch.no_grad():
         task.model.first_order.bias.fill_(3.0)
-    assert recipe.export(config | {"onnx": "dense.onnx"}).startswith(f"published version 2 in {out}; its dense part")
+    assert exporting.export(config | {"onnx": "dense.onnx"}).startswith(f"published version 2 in {out}; its dense part")
     assert written["dense.onnx"].version == 2
     assert written["dense.onnx"].weights["first_order.bias"].item() == 3.0
     assert ModelReader(out).version == 1

@@ -13,12 +13,12 @@ from recipe_helpers import CONF, plain
 from recipe_tools import figures
 from recipe_tools.build import build
 from recipe_tools.figures import RUN, check_overrides, check_panels, run_all, runs_of
+from recipe_tools.jobs.simulation import simulate
 from recipe_tools.on_machines import on_machines
 from recipe_tools.pictures import draw
 from recipe_tools.record import RunRecord
 from recipe_tools.simulated import simulated
 from rich.console import Console
-from simulate import simulate
 
 from lightning_recsys.simulation import HETCluster, VirtualCluster
 

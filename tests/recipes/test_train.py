@@ -8,12 +8,12 @@ import runpy
 import pytest
 import pytorch_lightning as pl
 import torch
-from evaluate import offer_checkpoint_config
-from export import export
 from lightning_utilities.core.rank_zero import rank_zero_only
 from recipe_helpers import CONF, RECIPES, TINY, plain, run_recipe, train_here
 from recipe_tools.build import build_dense_optimizer, build_trainer, take_started
 from recipe_tools.checkpoint import ModelCheckpoint
+from recipe_tools.checkpoint_config import offer_checkpoint_config
+from recipe_tools.jobs.exporting import export
 from recipe_tools.overrides import explain
 from recipe_tools.record import RunRecord, isolated_job
 from recipe_tools.sweep import optimized_value, refuse_reexecution

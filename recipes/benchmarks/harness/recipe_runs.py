@@ -40,7 +40,7 @@ def run_record(name: str, overrides: Sequence[str], *, cache: Path, root: str) -
     folder = cache.absolute() / f"{name}-{digest(configuration(overrides, folder=Path('/'), root='/'))}"
 
     def train(config: dict[str, Any], record: RunRecord) -> None:
-        from train import train
+        from recipe_tools.jobs.training import train
 
         train(config, record)
         log.info("%s: test NE %.5f in %.0f s", name, record.metrics["test/ne"], record.wall_time)

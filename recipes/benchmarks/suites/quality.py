@@ -243,7 +243,7 @@ def cached(job: Job, cache: Path, *, data: str) -> Metrics:
 
 def _train(job: Job, config: dict[str, Any], record: RunRecord) -> None:
     if job.library == "ours":
-        from train import train
+        from recipe_tools.jobs.training import train
 
         train(config, record)
     else:

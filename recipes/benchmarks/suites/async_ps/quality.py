@@ -41,14 +41,14 @@ def measure(
         cache: Where finished runs are kept.
         root: Folder of the data sets, for ``paths.data``.
     """
-    import simulate
+    from recipe_tools.jobs.simulation import simulate
 
     shared = [*common, f"examples={examples}", f"evaluation.every={examples}"]
 
     def auc_of(name: str, rate: float, seed: int) -> float:
         own = [f"seed={seed}", f"optim.dense.lr={rate}", f"optim.rows.lr={10 * rate}"]
         overrides = [*settings[name], *shared, *own, "name=quality"]
-        auc = float(simulated(simulate.simulate, name, overrides, cache=cache, root=root)["metrics"]["val/auc"])
+        auc = float(simulated(simulate, name, overrides, cache=cache, root=root)["metrics"]["val/auc"])
         log.info("%s, rate %g, seed %d: AUC %.4f", name, rate, seed, auc)
         return auc
 

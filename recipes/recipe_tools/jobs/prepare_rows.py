@@ -1,12 +1,14 @@
-"""From the config of ``recipes/prepare.py data=...`` to prepared rows, with a progress bar."""
+"""Raw text turned into shards, with a progress bar: what ``recipes/prepare.py data=...`` does."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
+from omegaconf import DictConfig, OmegaConf
 from recipe_tools.build import Config, build
 from recipe_tools.command import command
+from recipe_tools.config_types import check_complete
 from recipe_tools.overrides import CONFIG_DIR
 from recipe_tools.report import console, rows_of_files
 from rich.table import Table
@@ -20,6 +22,12 @@ from lightning_recsys.data.raw.columns import SkippedRows
 from lightning_recsys.typed_yaml import load_yaml
 
 GUESS = "guess"
+
+
+def run(cfg: DictConfig) -> None:
+    """Prepare as ``cfg`` says."""
+    check_complete(cfg)
+    prepare_rows(OmegaConf.to_container(cfg, resolve=True))  # type: ignore[arg-type]
 
 
 def prepare_rows(config: Config) -> Manifest:
