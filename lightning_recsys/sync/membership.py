@@ -16,7 +16,8 @@ class Met:
             them.
         members: The ranks that take part from now on: those that were present, or all as before where it failed. So
             whoever divides a sum by their number divides by that of its summands.
-        missing: The rank that was lost where nobody may be missing; ``None`` where the meeting succeeded.
+        missing: The rank that was lost where nobody may be missing, though another process may have its place by now;
+            ``None`` where the meeting succeeded.
     """
 
     number: int
@@ -35,7 +36,8 @@ class Membership:
     and they may meet anew.
 
     Another process may take the place of a worker that died. It takes part from the meeting that is under way on,
-    behind all others, so that whoever is the first stays it; they learn of it there.
+    behind all others, so that whoever is the first stays it; they learn of it there. Until then they know the members
+    of the last meeting, and it knows those of the next: a meeting that cannot miss anybody fails then, too.
 
     Args:
         size: Number of ranks at the start.
@@ -141,8 +143,8 @@ class Membership:
         if self._may_miss:
             present = tuple(rank for rank in expected if rank in self._here)
             return Met(self.number, present, present)
-        failed = missing[0] if missing else None
-        return Met(self.number, () if missing else expected, expected, failed)
+        failed = next(iter((*missing, *self.joined)), None)
+        return Met(self.number, expected if failed is None else (), expected, failed)
 
     def end(self, met: Met) -> None:
         """The meeting that is under way is over, as :meth:`met` said."""

@@ -571,6 +571,38 @@ def test_place_when_another_process_joins_then_all_meet_with_it_whatever_is_kill
         ask("wait_to_join", rank=0)
 
 
+@pytest.mark.parametrize("may_miss", [True, False])
+def test_first_meeting_when_another_process_has_joined_before_then_all_take_the_same_worker_for_the_first(
+    place, may_miss
+):
+    """It is behind the others, who count on the dead worker of its rank until they meet."""
+    groups = [MeetingGroup(Meetings(place, rank=rank, timeout=20.0), size=3) for rank in range(3)]
+    dealers = [iter(ShareDealer(place, rank=rank)(20)) for rank in range(3)]
+
+    def exchanged(group):
+        value, sums = torch.full((7,), float(group._meetings.rank)), torch.ones(1)
+        gathered = [torch.zeros(1) for _ in range(group.size())]
+        group.broadcast([value], opts(rootRank=0))
+        group.allreduce([sums], opts())
+        group.allgather([gathered], [value[:1] + group._meetings.rank])
+        return value.tolist(), sums.item(), torch.cat(gathered).tolist(), group.members
+
+    def all_do(function):
+        with ThreadPoolExecutor(3) as pool:
+            return [*pool.map(function, groups, timeout=60)]
+
+    all_do(MeetingGroup.barrier)
+    for dealer in dealers:
+        next(dealer)
+    place.lose(0)
+    waiting = WaitingPlace(place, rank=0)
+    groups[1]._meetings.leave_state(1)
+    joined = waiting.join((1, 1))
+    groups[0] = MeetingGroup(Meetings(place, rank=0, timeout=20.0, joined=joined), size=3)
+    together = exchanged if may_miss else lambda group: group.among_the_living(lambda: exchanged(group))
+    assert all_do(together) == [([1.0] * 7, 3.0, [2.0, 3.0, 1.0], (1, 2, 0))] * 3
+
+
 def test_place_when_the_pass_is_over_or_another_meeting_was_then_nobody_joins_yet(place):
     waiting, first = WaitingPlace(place, rank=1), Meetings(place, rank=0, timeout=20.0)
     size = {"run": "run1", "size": 3}

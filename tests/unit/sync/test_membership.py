@@ -88,6 +88,21 @@ def test_place_when_another_process_joins_then_it_comes_to_the_meeting_under_way
     assert membership.first == 2
 
 
+def test_place_when_another_process_joins_ahead_of_a_meeting_that_cannot_miss_anybody_then_that_fails_for_all():
+    membership = Membership(3)
+    for rank in range(3):
+        membership.come(rank, 1, "barrier", may_miss=True)
+    over(membership)
+    membership.lose(0)
+    membership.join(0)
+    for rank in range(3):
+        membership.come(rank, 2, "allgather", may_miss=False)
+    assert over(membership) == Met(2, (), (1, 2, 0), missing=0)
+    for rank in range(3):
+        membership.come(rank, 3, "allgather", may_miss=False)
+    assert over(membership) == Met(3, (1, 2, 0), (1, 2, 0))
+
+
 @pytest.mark.parametrize("seed", range(15))
 def test_members_when_workers_come_and_die_in_any_order_then_all_living_hear_of_the_same_meetings(seed):
     """Others may take the places of those that died, where some of the rest have not heard of the last meeting yet."""

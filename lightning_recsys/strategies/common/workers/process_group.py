@@ -234,7 +234,9 @@ class MeetingGroup(dist.ProcessGroup):
         for part in _chunks(own, CHUNK_BYTES):
             brought = part if root == self._meetings.rank else nothing
             parts.append(self._meet(kind, brought, may_miss=self._may_miss))
-            if root not in self.members:  # the others can be missed
+            # The root died before it came. Its rank may be among the members all the same, as another process's, which
+            # has joined behind all others and counts on another root already.
+            if parts[-1].numel() != part.numel():
                 if root_rank:
                     raise WorkerLostError(root, kind)
                 return False
