@@ -30,6 +30,8 @@ from lightning_recsys.models import WideDeep
 from lightning_recsys.optim import RowSGD
 from lightning_recsys.serving import ModelPublisher, ModelReader, list_versions
 from lightning_recsys.strategies import AsyncParameterServerStrategy, CachedRows, ShadowSyncStrategy, compose
+from lightning_recsys.strategies.async_ps.pushed_parameters import PushedParameters
+from lightning_recsys.strategies.shadowsync import replicas
 from lightning_recsys.tasks import CTRTask
 
 pytestmark = [
@@ -399,6 +401,38 @@ def test_first_worker_when_killed_over_its_results_then_those_of_the_next_one_co
     assert trainer.callback_metrics["seen"] == ROWS
     assert torch.equal(model.counted, torch.ones(ROWS))
     assert dies.loaded not in (None, os.getpid())
+
+
+class DiesBringing(Callback):
+    """The first worker ends once it has brought something to the servers, before the others know that it is there."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+
+    def setup(self, trainer, pl_module, stage):
+        if trainer.global_rank != 0:
+            return
+        owner, name = {
+            "rows": (trainer.strategy.rows, "_bind"),
+            "dense part": (PushedParameters, "create"),
+            "center": (replicas, "make_center"),
+        }[self.what]
+        bring = getattr(owner, name)
+
+        def dies(*args, **kwargs):
+            bring(*args, **kwargs)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        setattr(owner, name, dies)
+
+
+@pytest.mark.parametrize(("name", "what"), [("async_ps", "rows"), ("async_ps", "dense part"), ("shadowsync", "center")])
+def test_first_worker_when_killed_before_others_know_what_it_has_brought_then_the_next_one_brings_it(name, what):
+    make = {"async_ps": AsyncParameterServerStrategy, "shadowsync": ShadowSyncStrategy}[name]
+    trainer = make_trainer(make(), DiesBringing(what), max_epochs=1)
+    trainer.fit(model := Counts(), NumbersModule())
+    assert (trainer.callback_metrics["world"], trainer.callback_metrics["seen"]) == (WORLD - 1, ROWS)
+    assert torch.equal(model.counted, torch.ones(ROWS))
 
 
 def test_first_worker_when_killed_then_the_next_one_publishes_as_the_same_run(tmp_path):

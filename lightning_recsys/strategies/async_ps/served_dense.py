@@ -19,6 +19,7 @@ from lightning_recsys.strategies.async_ps.pushed_parameters import (
 from lightning_recsys.strategies.common.direct_steps import DirectSteps
 from lightning_recsys.strategies.common.means import meet_buffers
 from lightning_recsys.strategies.common.settings import require_kind
+from lightning_recsys.strategies.common.workers.living import made_by_the_first
 from lightning_recsys.strategies.parts import DensePart
 from lightning_recsys.strategies.rows.served import EMBEDDING
 from lightning_recsys.strategies.rows.staleness_of_all import StalenessOfAll, shares
@@ -88,10 +89,8 @@ class ServedDense(DensePart):
             num_workers=strategy.world_size,
             names={parameter: name for name, parameter in strategy.task.named_parameters()},
         )
-        if strategy.is_global_zero:
-            self._parameters.create(servers, self.normalization, self._restored)
-        strategy.barrier("the dense part is there")
-        if not strategy.is_global_zero:
+        create = partial(self._parameters.create, servers, self.normalization, self._restored)
+        if not made_by_the_first(strategy, create)[1]:
             self._parameters.open(servers)
         self._parameters.pull()
         self._direct_steps = DirectSteps(
@@ -107,9 +106,7 @@ class ServedDense(DensePart):
             if self._parameters is not None and loaded is self.strategy.task:
                 self._parameters.flush()
                 self.strategy.barrier("everybody has loaded the model")
-                if self.strategy.is_global_zero:
-                    self._parameters.assign()
-                self.strategy.barrier("the dense part is loaded")
+                made_by_the_first(self.strategy, self._parameters.assign)
 
         task = self.strategy.task
         self._loads = task.register_load_state_dict_post_hook(bring)  # type: ignore[no-untyped-call]

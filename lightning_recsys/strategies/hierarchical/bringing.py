@@ -38,7 +38,7 @@ from lightning_recsys.strategies.hierarchical.planning import given_splits, make
 from lightning_recsys.strategies.hierarchical.request_costs import measure_requests
 from lightning_recsys.strategies.hierarchical.servers.group_parts import GroupParts, SyncOrder
 from lightning_recsys.strategies.replicas.replica import Replica
-from lightning_recsys.strategies.replicas.rounds import SYNC, open_center
+from lightning_recsys.strategies.replicas.rounds import SYNC, make_center
 
 if TYPE_CHECKING:
     from lightning_recsys.strategies.hierarchical.served_groups import ServedGroups
@@ -313,15 +313,10 @@ class Bringing:
         store, initial = f"center-{number}", Replica(parts.parameters.items()).values()  # where all groups start, too
         servers: Sequence[str] = ()
         if dense.has_center:
-
-            def wait(_: str) -> None:
-                if dense.strategy.is_global_zero:
-                    news.tell(store)
-                news.ask(store, by=0)
-
-            open_center(
-                dense.strategy.stores(SYNC), initial, is_first=dense.strategy.is_global_zero, barrier=wait, name=store
-            )
+            if dense.strategy.is_global_zero:
+                make_center(dense.strategy.stores(SYNC), initial, store)
+                news.tell(store)
+            news.ask(store, by=0)
             servers = dense.strategy.endpoints[SYNC]
         return SyncOrder(
             dense.algorithm,

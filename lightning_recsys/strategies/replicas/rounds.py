@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -131,30 +131,18 @@ class MeanRounds(Rounds):
             dist.destroy_process_group(self._group)
 
 
-def open_center(
-    servers: Sequence[Stores],
-    initial: Tensor,
-    *,
-    is_first: bool,
-    barrier: Callable[[str], None],
-    name: str = CENTER_STORE,
-) -> list[DenseStore]:
-    """The centre's pieces; the first rank makes them, the others find them. All ranks call this together.
+def make_center(servers: Sequence[Stores], initial: Tensor, name: str = CENTER_STORE) -> None:
+    """Make a centre, in the place of one that is there: of a run before, or of a worker that died within this.
 
     Args:
         servers: The sync servers, each of which has an equal part.
         initial: The whole centre, as it is at first.
-        is_first: Whether this is the first rank, which makes the centre.
-        barrier: Returns when all ranks have called it.
         name: The stores'; each centre has its own.
     """
-    if is_first:
-        for server, (start, stop) in _chunks(servers, initial.numel()):
-            with suppress(KeyError):
-                server.remove(name)  # left by a run before, where servers outlive runs
-            server.create_dense_store(name, initial[start:stop].clone())
-    barrier("the centre is there")
-    return find_center(servers, initial.numel(), name)
+    for server, (start, stop) in _chunks(servers, initial.numel()):
+        with suppress(KeyError):
+            server.remove(name)
+        server.create_dense_store(name, initial[start:stop].clone())
 
 
 def find_center(servers: Sequence[Stores], size: int, name: str = CENTER_STORE) -> list[DenseStore]:

@@ -23,6 +23,7 @@ from lightning_recsys.stores.plain import optimizer_to_plain
 from lightning_recsys.strategies.common.look_ahead import LookAhead, peekable
 from lightning_recsys.strategies.common.samples import sample_features
 from lightning_recsys.strategies.common.settings import require_kind, require_one_of, require_paths, require_whole
+from lightning_recsys.strategies.common.workers.living import made_by_the_first
 from lightning_recsys.strategies.parts import Rows
 from lightning_recsys.strategies.rows.tables import ServedTables, plan_placement, rooms_of
 from lightning_recsys.sync import StalenessNormalization
@@ -183,27 +184,39 @@ class ServedRows(Rows):
         if not collections:
             return
         strategy = self.strategy
-        servers = strategy.stores(EMBEDDING)
-        if strategy.is_global_zero:
-            fits = strategy.task.trainer.state.fn == TrainerFn.FITTING
-            self.tables.clear(servers, collections)
-            self.plan = plan_placement(
-                collections,
-                len(servers),
-                beside=self.plan,
-                method=self.table_placement if fits else "size",
-                samples=partial(sample_features, strategy.task.trainer),
-                rooms=rooms_of(servers),
-                growing=[name for name, collection in collections.items() if self.dynamic_rows_of(collection)],
-                normalization=self.normalization,
-            )
-            log.info("Embedding tables on servers:\n%s", self.plan)
-            self._bind(collections, servers, self.plan, first=True)
-        self.plan = strategy.broadcast(self.plan) if self._agreed is None else self._agreed
+        servers, before = strategy.stores(EMBEDDING), self.plan
+        plan, brought = made_by_the_first(strategy, lambda: self._place(collections, servers, beside=before))
+        self.plan = self._agreed if plan is None else plan
         assert self.plan is not None
-        if not strategy.is_global_zero:
+        if not brought:
             self._bind(collections, servers, self.plan, first=False)
         strategy.barrier("rows are where they belong")
+
+    def _place(
+        self,
+        collections: Mapping[str, EmbeddingBagCollection],
+        servers: Sequence[Stores],
+        *,
+        beside: PlacementPlan | None,
+    ) -> PlacementPlan:
+        """Bring rows to the servers, beside others that are there, in the place of what an earlier run has left."""
+        assert self.tables is not None
+        trainer = self.strategy.task.trainer
+        fits = trainer.state.fn == TrainerFn.FITTING
+        self.tables.clear(servers, collections)
+        plan = plan_placement(
+            collections,
+            len(servers),
+            beside=beside,
+            method=self.table_placement if fits else "size",
+            samples=partial(sample_features, trainer),
+            rooms=rooms_of(servers),
+            growing=[name for name, collection in collections.items() if self.dynamic_rows_of(collection)],
+            normalization=self.normalization,
+        )
+        log.info("Embedding tables on servers:\n%s", plan)
+        self._bind(collections, servers, plan, first=True)
+        return plan
 
     def _bind(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import pytorch_lightning as pl
@@ -26,6 +27,7 @@ from lightning_recsys.strategies.common.settings import (
     require_one_of,
     require_whole,
 )
+from lightning_recsys.strategies.common.workers.living import made_by_the_first
 from lightning_recsys.strategies.common.workers.ranks import check_ranks, count_ranks, placed_ranks, take_ranks
 from lightning_recsys.strategies.parts import DensePart
 from lightning_recsys.strategies.replicas.drivers import Driver, ForegroundHook, ShadowThread
@@ -36,7 +38,7 @@ from lightning_recsys.strategies.replicas.rounds import (
     MeanRounds,
     Rounds,
     find_center,
-    open_center,
+    make_center,
 )
 from lightning_recsys.strategies.replicas.survivors import Council, SurvivorRounds
 from lightning_recsys.strategies.shadowsync.run import TrainerRun
@@ -279,12 +281,9 @@ class Replicas(DensePart):
             self.algorithm.load_state_dict(restored["state"])
         if self.algorithm.topology is Topology.CENTRAL:
             initial = restored.get(CENTER, replica)
-            pieces = open_center(
-                self.strategy.stores(SYNC),
-                initial,
-                is_first=self.strategy.is_global_zero,
-                barrier=self.strategy.barrier,
-            )
+            servers = self.strategy.stores(SYNC)
+            made_by_the_first(self.strategy, partial(make_center, servers, initial))
+            pieces = find_center(servers, replica.numel())
             every_worker = self.rounds == "foreground"
             rounds = CenterRounds(self.algorithm, replica, pieces=pieces)
             if self.strategy.joining is not None:

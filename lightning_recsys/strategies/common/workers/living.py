@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from lightning_recsys.strategies.common.base import RecsysStrategy
 
 T = TypeVar("T")
 
@@ -32,3 +35,27 @@ def among_the_living(together: Callable[[], T]) -> T:
     """
     group: Any = dist.group.WORLD if dist.is_initialized() else None  # a MeetingGroup, where workers may die
     return group.among_the_living(together) if hasattr(group, "among_the_living") else together()
+
+
+def made_by_the_first(strategy: RecsysStrategy, make: Callable[[], T]) -> tuple[T | None, bool]:
+    """Have the first worker make what all others find once this returns; all workers call it together.
+
+    Where the first one dies before the others know that it is there, the next one makes it, and all of them go on with
+    that. A process that joins the others finds what they have made.
+
+    Args:
+        strategy: The strategy of this process.
+        make: Makes it, in the place of what a worker has left that died within.
+
+    Returns:
+        What ``make`` gave, which can be pickled, and whether this worker made it; ``None`` in a process that joins.
+    """
+    made, result = False, None
+    if dist.is_initialized() and not has_met():
+        return result, made
+    while True:
+        if strategy.is_global_zero and not made:
+            result, made = make(), True
+        is_there, told = strategy.broadcast((made, result))
+        if is_there or not strategy.succeeded:
+            return told, made
