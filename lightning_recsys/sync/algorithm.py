@@ -42,7 +42,7 @@ class SyncAlgorithm:
         self.alpha = alpha
 
     def start(self, initial: Tensor) -> None:
-        """Begin at the parameters that all replicas share; called once, before the first round.
+        """Begin at the parameters that all replicas share, before the first round, or where nobody knows the last one.
 
         Args:
             initial: float32 ``[size]``; a rule that keeps it copies it.

@@ -40,6 +40,7 @@ class Decision:
         is_whole: All of them have seen it, so the group they have is good for later.
         lags: Some members lack the mean of the last round, which the source has.
         joins: Some members are new, and lack what the algorithm remembers.
+        begins: All of them are, as nobody else is left: the algorithm begins at what the source has.
     """
 
     members: tuple[int, ...]
@@ -49,6 +50,7 @@ class Decision:
     is_whole: bool
     lags: bool
     joins: bool
+    begins: bool = False
 
 
 def decide(reports: Sequence[Report]) -> Decision:
@@ -58,15 +60,17 @@ def decide(reports: Sequence[Report]) -> Decision:
     has folded in is forgotten: they make it again. Where one has seen that all want to stop the others wanted it, too.
 
     Raises:
-        ValueError: nobody has been in a generation, or a member is more than one round behind.
+        ValueError: a member is more than one round behind.
 
     >>> decide([Report(0, folded=4), Report(2, folded=5)])
-    Decision(members=(0, 2), folded=5, source=2, stops=False, is_whole=False, lags=True, joins=False)
+    Decision(members=(0, 2), folded=5, source=2, stops=False, is_whole=False, lags=True, joins=False, begins=False)
     """
     # Those that have been in no generation join: they say nothing of rounds.
     told = {report.rank: report.folded for report in reports if report.folded is not None}
     if not told:
-        raise ValueError("nobody is left that knows what the group has averaged.")
+        members = tuple(sorted(report.rank for report in reports))
+        plain = {"stops": False, "is_whole": False, "lags": False, "joins": True, "begins": True}
+        return Decision(members, folded=0, source=members[0], **plain)
     folded = max(told.values())
     if min(told.values()) < folded - 1:
         raise ValueError(f"members have folded in {told} rounds, and none can be more than one round behind another.")

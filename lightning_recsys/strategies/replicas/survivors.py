@@ -145,7 +145,8 @@ class SurvivorRounds(MeanRounds):
     # 4. Who found a closed connection gives the group up and reports how many rounds it has folded in. All come here,
     #    for the next round of those that are ahead fails, too. They agree on members (`Council`) and connect.
     # 5. Who lacks the last mean gets it from one who has it, and folds it in; a new member gets what the algorithm
-    #    remembers. A death in 4 or 5 fails the new group, and all report again: who has folded in says so by its count.
+    #    remembers. Where all members are new, as the last that knew it has died, the algorithm begins anew. A death
+    #    in 4 or 5 fails the new group, and all report again: who has folded in says so by its count.
     # So a round is folded in by all that live, or by none of them.
 
     def __init__(self, algorithm: SyncAlgorithm, replica: Tensor, *, council: Council, joins: bool = False) -> None:
@@ -205,6 +206,8 @@ class SurvivorRounds(MeanRounds):
                 self._kept.copy_(mean)
             if is_behind:
                 self.finish(mean)
+        if decision.begins:
+            self.algorithm.start(self.replica)
         if decision.joins:
             remembered = {name: tensor.clone() for name, tensor in self.algorithm.state_dict().items()}
             for tensor in remembered.values():

@@ -239,3 +239,22 @@ def test_rounds_when_another_worker_makes_those_of_a_trainer_then_it_learns_what
         assert torch.equal(states[2][name], tensor)
     assert [trainers.rounds[rank].count for rank in (0, 1, 3)] == [2] * 3
     assert states[0]["momentum"].abs() > 0
+
+
+def test_rounds_when_all_that_knew_the_last_one_are_dead_then_those_that_are_new_begin_at_what_one_of_them_has(
+    make_trainers,
+):
+    trainers = make_trainers(make_bmuf)
+    trainers.run(0, 1, 2)
+    trainers.rounds += [trainers.member(rank, make_bmuf, value, joins=True) for rank, value in ((3, 2.0), (4, 6.0))]
+    assert trainers.run(0, 1, 2, leaving=True) == [True] * 3
+    for rank in range(3):
+        trainers.die(rank)
+    trainers.set_leaders(3, 4)
+    assert trainers.run(3, 4) == [False] * 2
+    for rank in (3, 4):  # half way from 2 to the mean, 4
+        state = trainers.rounds[rank].algorithm.state_dict()
+        assert {name: float(tensor) for name, tensor in state.items()} == {"global": 3.0, "momentum": 1.0}
+        assert trainers.rounds[rank].count == 1
+    assert trainers.replicas(3, 4) == [2.5, 4.5]
+    assert trainers.run(3, 4, leaving=True) == [True] * 2
