@@ -1,10 +1,35 @@
 """How the processes of a run come to life, and how what they learnt comes back."""
 
-from lightning_recsys.launchers.engine import EngineEnvironment
-from lightning_recsys.launchers.forkserver import ForkserverLauncher
-from lightning_recsys.launchers.node_servers import NodeServers
-from lightning_recsys.launchers.sidecars import ServerSpec, Sidecars
-from lightning_recsys.launchers.started import Launched, Started, started_processes
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lightning_recsys.launchers.engine import EngineEnvironment
+    from lightning_recsys.launchers.forkserver import ForkserverLauncher
+    from lightning_recsys.launchers.node_servers import NodeServers
+    from lightning_recsys.launchers.sidecars import ServerSpec, Sidecars
+    from lightning_recsys.launchers.started import Launched, Started, started_processes
+
+# Imported when first asked for: processes that answer requests by a published model do without Lightning.
+_MODULES = {
+    "EngineEnvironment": "engine",
+    "ForkserverLauncher": "forkserver",
+    "Launched": "started",
+    "NodeServers": "node_servers",
+    "ServerSpec": "sidecars",
+    "Sidecars": "sidecars",
+    "Started": "started",
+    "started_processes": "started",
+}
+
+
+if not TYPE_CHECKING:  # which would make a type checker believe in every name
+
+    def __getattr__(name: str) -> object:
+        if name not in _MODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+
 
 __all__ = [
     "EngineEnvironment",

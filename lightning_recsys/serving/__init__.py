@@ -1,11 +1,11 @@
 """From training to serving: versions of a model, published while it is trained, and opened to answer requests."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 try:
-    from lightning_recsys.serving.export import export_model
-    from lightning_recsys.serving.manifest import Manifest
-    from lightning_recsys.serving.publishing.publisher import ModelPublisher
-    from lightning_recsys.serving.publishing.retention import list_versions, release, roll_back
-    from lightning_recsys.serving.reader import ModelReader, Prediction, PublishedModel
+    import fsspec  # noqa: F401
+    import safetensors  # noqa: F401
 except ModuleNotFoundError as error:
     if error.name not in ("fsspec", "safetensors"):
         raise
@@ -14,6 +14,35 @@ except ModuleNotFoundError as error:
         f" ({error})",
         name=error.name,
     ) from None
+
+if TYPE_CHECKING:
+    from lightning_recsys.serving.export import export_model
+    from lightning_recsys.serving.manifest import Manifest
+    from lightning_recsys.serving.publishing.publisher import ModelPublisher
+    from lightning_recsys.serving.publishing.retention import list_versions, release, roll_back
+    from lightning_recsys.serving.reader import ModelReader, Prediction, PublishedModel
+
+# Imported when first asked for. What publishes brings Lightning, which processes that answer requests do without.
+_MODULES = {
+    "Manifest": "manifest",
+    "ModelPublisher": "publishing.publisher",
+    "ModelReader": "reader",
+    "Prediction": "reader",
+    "PublishedModel": "reader",
+    "export_model": "export",
+    "list_versions": "publishing.retention",
+    "release": "publishing.retention",
+    "roll_back": "publishing.retention",
+}
+
+
+if not TYPE_CHECKING:  # which would make a type checker believe in every name
+
+    def __getattr__(name: str) -> object:
+        if name not in _MODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+
 
 __all__ = [
     "Manifest",

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from lightning_recsys.embeddings import EmbeddingBagCollection, SparseFeatures
 from lightning_recsys.errors import PublishedVersionError
-from lightning_recsys.serving.dense import load_program, with_weights
 from lightning_recsys.serving.encoders import RequestEncoder, encoder_from
 from lightning_recsys.serving.files import VersionFolder
 from lightning_recsys.serving.manifest import CURRENT, Link, Manifest, TableRows
+from lightning_recsys.serving.program import load_program, with_weights
 from lightning_recsys.serving.rows.files import Integers, RowFile, read_ids
 from lightning_recsys.serving.rows.packing import num_words
 from lightning_recsys.serving.rows.tables import PublishedRows

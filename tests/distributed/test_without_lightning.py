@@ -39,6 +39,7 @@ def test_row_optimizers_subclass_when_lightning_was_never_imported_then_trains_a
     [
         ("lightning_recsys.parameter_server.server", "zmq"),
         ("lightning_recsys.data.preparation", "pyarrow"),  # of processes that prepare rows
+        ("lightning_recsys.serving.server", "litserve"),  # of processes that answer requests
         ("lightning_recsys.ray.servers", "ray"),  # of actors
         ("lightning_recsys.ray.encoding", "ray"),  # of tasks that encode rows
     ],

@@ -8,7 +8,7 @@ import torch
 from published import TABLES, Trained
 
 from lightning_recsys.serving import ModelReader, reader, release, roll_back
-from lightning_recsys.serving.dense import load_program
+from lightning_recsys.serving.program import load_program
 
 STEPS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.link", "os.truncate")
 

@@ -31,6 +31,7 @@ from lightning_recsys.serving import ModelReader, PublishedModel, dense, export,
 from lightning_recsys.serving.encoders import SchemaEncoder, encoder_of
 from lightning_recsys.serving.hub import load_pretrained, save_pretrained
 from lightning_recsys.serving.onnx import export_onnx
+from lightning_recsys.serving.program import load_program
 
 SMALL = {
     LogisticRegression: {},
@@ -182,7 +183,7 @@ def test_export_when_made_in_its_own_process_then_it_is_the_same(tmp_path):
     model = WideDeep(2, {"a": 5, "b": 4}, embedding_dim=4, hidden=[8])
     part = dense.DensePart(model)
     dense.export_apart(part, 2, tmp_path / "p.pt2")
-    program = dense.load_program(tmp_path / "p.pt2")
+    program = load_program(tmp_path / "p.pt2")
     rows = {
         path: torch.randn(7, sum(len(table.feature_names) for table in tables), tables[0].embedding_dim)
         for path, tables in part.tables.items()
