@@ -26,7 +26,7 @@ def test_quality_when_clusters_are_simulated_then_the_best_rate_is_taken_and_fin
         assert rate == max(tried, key=tried.get)
         assert list(auc) == list(settings["settings"])
         assert auc["1000 workers, plain"][0] == tried[rate]
-        monkeypatch.setattr("simulate.simulate", None)
+        monkeypatch.setattr("recipe_tools.jobs.simulation.simulate", None)
         again = quality.measure(**arguments | {"seeds": [0]}, cache=tmp_path, root=str(tmp_path))
     assert again == ([measured], bars)
 
