@@ -1,7 +1,8 @@
 """Training on a cluster of Ray: ``pip install "lightning-recsys[ray]"``."""
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from lightning_recsys.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from lightning_recsys.ray.backend import RecsysTorchConfig
@@ -30,11 +31,7 @@ _MODULES = {
 
 
 if not TYPE_CHECKING:  # which would make a type checker believe in every name
-
-    def __getattr__(name: str) -> object:
-        if name not in _MODULES:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    __getattr__ = lazy_names(__name__, _MODULES)
 
 
 __all__ = [

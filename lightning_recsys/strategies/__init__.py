@@ -7,8 +7,9 @@ and caches.
 from __future__ import annotations
 
 from functools import partial
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from lightning_recsys.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from lightning_fabric.strategies.registry import _StrategyRegistry
@@ -81,11 +82,7 @@ _NAMES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def _import(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
-
+_import = lazy_names(__name__, _MODULES)
 
 if not TYPE_CHECKING:  # which would make a type checker believe in every name
     __getattr__ = _import
