@@ -25,8 +25,9 @@ def keep(run: Path, name: str, root: Path) -> Path:
     """Copy what tells of a completed run, without the paths of the machine that it ran on.
 
     Args:
-        run: The run's folder.
-        name: ``DATA/MODEL``.
+        run: Folder of the run, such as ``logs/train/<time>``, in which ``metrics.json`` says that it is complete.
+        name: Where it is kept below ``root``: ``DATA/MODEL``, such as ``criteo/dlrm``. Seeds of one configuration share
+            it.
         root: The folder of kept runs.
 
     Raises:

@@ -53,6 +53,8 @@ def made_by_the_first(strategy: RecsysStrategy, make: Callable[[], T]) -> tuple[
     made, result = False, None
     if dist.is_initialized() and not has_met():
         return result, made
+    # All hear the same in one broadcast, which is made again where its source dies within it: either everybody goes on
+    # with what is there, or nobody does, and whoever is the first by then makes it.
     while True:
         if strategy.is_global_zero and not made:
             result, made = make(), True
