@@ -311,6 +311,10 @@ class ShareDealer:
         """All batches of a lease are trained."""
         self._ask("finish_share", number=self._pass, lease=lease.number)
 
+    def end_pass(self) -> None:
+        """Let nobody be given another lease of this pass: this worker trains no more of it."""
+        self._ask("end_pass", number=self._pass)
+
     def _tell(self, dealt_again: int) -> None:
         more, self.dealt_again = dealt_again - self.dealt_again, dealt_again
         if more and self._tells():

@@ -159,6 +159,11 @@ first=1, last=2))
         """A worker has trained its leases up to one of this number."""
         self._out[worker] = [x for x in self._out[worker] if x.number > number]
 
+    def end(self) -> None:
+        """Lease nothing more: what is left of the epoch is trained by nobody."""
+        self._left = [(0, 0)] * len(self._left)
+        self._out, self._returned = [[] for _ in self._left], []
+
     def lose(self, worker: int) -> None:
         """A worker has died: what it has not finished can be leased again, and so can the rest of its share."""
         if worker not in self._lost:

@@ -292,8 +292,8 @@ def test_workers_of_a_trainer_when_it_averages_in_the_foreground_then_stand_stil
 
 
 def test_clock_when_all_workers_would_wait_for_it_at_every_batch_then_refused():
-    trainer = make_trainer(ShadowSyncStrategy(num_trainers=2), max_time={"hours": 1})
-    with pytest.raises(ValueError, match=r"trainer.max_time.* makes every worker wait for all others at every batch"):
+    trainer = make_trainer(ShadowSyncStrategy(num_trainers=2), val_check_interval={"hours": 1})
+    with pytest.raises(ValueError, match=r"val_check_interval makes every worker wait for all others at every batch"):
         trainer.fit(Regression((4, 4)))
 
 

@@ -107,6 +107,7 @@ class MeetingRequests:
                 "end_run": self._end_run,
                 "take_share": self._take,
                 "finish_share": self._finish,
+                "end_pass": self._end_pass,
             }
         )
 
@@ -291,6 +292,16 @@ class MeetingRequests:
         if known.leases is not None and number == known.number:
             with _leases_kept(known):
                 known.leases.finish(rank, lease)
+        return None
+
+    def _end_pass(self, request: Request) -> object:
+        """A worker stops within a pass through the data, and the others with it: nothing more of it is leased."""
+        run, size, rank, number = take_plain(request, run=str, size=int, rank=int, number=int)
+        known = self._run(run, size)
+        _check_rank(rank, size)
+        if known.leases is not None and number == known.number:
+            with _leases_kept(known):
+                known.leases.end()
         return None
 
     def _run(self, run: str, size: int) -> _Run:

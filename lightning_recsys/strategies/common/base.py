@@ -41,8 +41,6 @@ from lightning_recsys.strategies.common.run.changes import RunChanges
 from lightning_recsys.strategies.common.run.checkpoints import RunCheckpoints
 from lightning_recsys.strategies.common.run.servers import RunServers, check_servers
 from lightning_recsys.strategies.common.schedules import (
-    refuse_clocks,
-    refuse_different_schedules,
     refuse_metrics_of_all_ranks,
     refuse_rows_of_all_ranks,
     refuse_unequal_batches,
@@ -447,16 +445,15 @@ class RecsysStrategy(DDPStrategy):
     def _begin(self, trainer: pl.Trainer) -> None:
         self.rows.foresee()
         if self.asynchronous:
-            if self.run_servers.meeting_place() is not None:
-                from lightning_recsys.strategies.common.workers.dealing import deal_shares
+            from lightning_recsys.strategies.common.workers import running_free
 
-                self.dealer = deal_shares(self)
-            refuse_clocks(trainer)
-            refuse_different_schedules(trainer)
+            self.dealer = running_free.begin_to_run_free(self)
         else:
             refuse_unequal_batches(trainer)
         self.rows.begin()
         self.dense.begin()
+        if self.asynchronous:
+            running_free.stop_together(self)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Stop where a server is gone for good or lent anew, or a frozen parameter is frozen no more.

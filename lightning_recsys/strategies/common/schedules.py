@@ -17,27 +17,59 @@ from lightning_recsys.embeddings.replication import num_replicas
 from lightning_recsys.strategies.common.workers.living import among_the_living
 
 
+def clocks_of_steps(trainer: pl.Trainer) -> list[Timer]:
+    """The timers that look at each batch whether the time is up, such as that of ``trainer.max_time``."""
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+    timers = [x for x in callbacks if isinstance(x, Timer)]
+    return [x for x in timers if x._interval == "step" and x._duration is not None]
+
+
+def stops_within_epochs(trainer: pl.Trainer) -> list[str]:
+    """The settings by which ranks meet, or end, after numbers of steps within an epoch."""
+    validates = trainer.enable_validation
+    reasons = {
+        "trainer.val_check_interval": validates and not _is_one_epoch(getattr(trainer, "val_check_interval", None)),
+        "trainer.check_val_every_n_epoch=None": validates and trainer.check_val_every_n_epoch is None,
+        "every_n_train_steps of ModelCheckpoint": any(
+            isinstance(x, ModelCheckpoint) and x._every_n_train_steps for x in trainer.checkpoint_callbacks
+        ),
+        "trainer.max_steps": trainer.max_steps >= 0,
+        "trainer.min_steps": bool(trainer.min_steps),
+    }
+    return [reason for reason, holds in reasons.items() if holds]
+
+
+def _is_one_epoch(interval: object) -> bool:
+    return isinstance(interval, float) and interval == 1.0  # the whole number 1 is a batch; a time is not kept there
+
+
 def refuse_clocks(trainer: pl.Trainer) -> None:
     """Lightning asks rank 0 at every batch whether a time is up, which would keep all workers in step.
 
     Raises:
-        ValueError: the trainer, or a callback, goes by the time; with more than one worker.
+        ValueError: with more than one worker, the trainer, or a callback, saves or validates by the time, or training
+            ends by the time and ranks stop at numbers of steps as well.
     """
-    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+    if trainer.world_size == 1:
+        return
     reasons = {
-        "trainer.max_time (a Timer with interval='step')": any(
-            isinstance(x, Timer) and x._interval == "step" and x._duration is not None for x in callbacks
-        ),
         "train_time_interval of ModelCheckpoint": any(
-            isinstance(x, ModelCheckpoint) and x._train_time_interval is not None for x in callbacks
+            isinstance(x, ModelCheckpoint) and x._train_time_interval is not None for x in trainer.checkpoint_callbacks
         ),
         "a time as trainer.val_check_interval": getattr(trainer, "_val_check_time_interval", None) is not None,
     }
     found = [reason for reason, holds in reasons.items() if holds]
-    if found and trainer.world_size > 1:
+    if found:
         raise ValueError(
             f"{found[0]} makes every worker wait for all others at every batch. Count epochs or steps instead"
-            " (trainer.max_epochs, trainer.max_steps, every_n_epochs); a Timer with interval='epoch' does no harm."
+            " (every_n_epochs, every_n_train_steps, check_val_every_n_epoch)."
+        )
+    others = stops_within_epochs(trainer)
+    if others and clocks_of_steps(trainer):
+        raise ValueError(
+            f"trainer.max_time (a Timer with interval='step') ends training at each worker's own step, and {others[0]}"
+            " stops workers at equal steps: some would wait for others that have ended. Set one of the two, or use a"
+            " Timer with interval='epoch'."
         )
 
 

@@ -105,6 +105,11 @@ def test_batches_when_nobody_knows_their_number_then_accepted(refuse):
         refuse([9, 8], every_n_train_steps=4)
 
 
+class Validates(pl.LightningModule):
+    def validation_step(self, batch):
+        pass
+
+
 def two_workers(**arguments):
     return pl.Trainer(strategy=ShadowSyncStrategy(num_trainers=2), accelerator="cpu", logger=False, **arguments)
 
@@ -112,20 +117,41 @@ def two_workers(**arguments):
 @pytest.mark.parametrize(
     ("arguments", "what"),
     [
-        ({"max_time": {"hours": 1}}, r"trainer\.max_time"),
         ({"callbacks": ModelCheckpoint(train_time_interval=timedelta(hours=1))}, "train_time_interval"),
         ({"val_check_interval": timedelta(hours=1)}, r"trainer\.val_check_interval"),
     ],
-    ids=["max_time", "checkpoints", "validation"],
+    ids=["checkpoints", "validation"],
 )
 def test_clock_when_all_workers_would_wait_for_it_at_every_batch_then_refused(arguments, what):
     with pytest.raises(ValueError, match=f"{what}.* makes every worker wait for all others at every batch"):
         refuse_clocks(two_workers(**arguments))
 
 
-def test_timer_when_it_only_measures_or_asks_between_epochs_then_accepted():
-    refuse_clocks(two_workers(callbacks=Timer()))
-    refuse_clocks(two_workers(callbacks=Timer({"hours": 1}, interval="epoch")))
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        ({"val_check_interval": 1}, r"trainer\.val_check_interval"),
+        ({"val_check_interval": 0.5}, r"trainer\.val_check_interval"),
+        ({"check_val_every_n_epoch": None, "val_check_interval": 9}, r"trainer\.val_check_interval"),
+        ({"callbacks": ModelCheckpoint(every_n_train_steps=4)}, "every_n_train_steps"),
+        ({"max_steps": 9}, r"trainer\.max_steps"),
+        ({"min_steps": 9}, r"trainer\.min_steps"),
+    ],
+)
+def test_time_when_ranks_stop_at_numbers_of_steps_as_well_then_refused(arguments, what):
+    trainer = two_workers(max_time={"hours": 1}, **arguments)
+    trainer.fit_loop.epoch_loop.val_loop._data_source.instance = ()  # loaders: it validates
+    trainer.strategy._lightning_module = Validates()
+    with pytest.raises(ValueError, match=f"max_time .*ends training at each worker's own step, and {what}.* equal"):
+        refuse_clocks(trainer)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"callbacks": Timer()}, {"callbacks": Timer({"hours": 1}, interval="epoch")}, {"max_time": {"hours": 1}}],
+)
+def test_time_when_it_stops_nobody_at_a_step_of_its_own_or_nothing_else_does_then_accepted(arguments):
+    refuse_clocks(two_workers(**arguments))
 
 
 def test_saving_by_steps_when_rounds_go_by_the_time_then_refused():

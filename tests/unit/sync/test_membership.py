@@ -283,3 +283,16 @@ def test_leases_when_a_worker_pauses_in_mid_epoch_then_it_gets_nothing_until_it_
     first = leases.take(1)
     assert leases.take(1, latest=first.number, pauses=True) is None
     assert leases.take(1, latest=first.number).first == 8
+
+
+def test_leases_when_a_pass_ends_early_then_nobody_gets_more_of_it_whoever_dies():
+    leases = ShardLeases(2, shard_size=16, lease_size=8)
+    latest = leases.take(0).number
+    leases.take(1)
+    leases.end()
+    leases = ShardLeases.from_plain(leases.to_plain())
+    assert leases.is_dealt_out
+    assert leases.take(0, latest=latest) is None
+    leases.lose(1)
+    assert leases.take(0, latest=latest) is None
+    assert (leases.is_dealt_out, leases.dealt_again) == (True, 0)

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
-from pytorch_lightning.callbacks import LambdaCallback, ModelCheckpoint, ProgressBar
+from pytorch_lightning.callbacks import LambdaCallback, ModelCheckpoint, ProgressBar, Timer
 from pytorch_lightning.core.optimizer import LightningOptimizer
 from pytorch_lightning.trainer.connectors.logger_connector.result import _ResultMetric
 from pytorch_lightning.utilities.exceptions import SIGTERMException
@@ -51,9 +51,13 @@ class RunChanges:
         """Call a function after an epoch's last batch, before callbacks and metrics meet those of other ranks."""
         self._insert(LambdaCallback(on_train_epoch_end=lambda *_: function()))
 
-    def _insert(self, callback: pl.Callback) -> None:
+    def after_train_epoch_end(self, function: Callable[[], None]) -> None:
+        """Call a function after an epoch's last batch, once the callbacks have been called that save nothing."""
+        self._insert(LambdaCallback(on_train_epoch_end=lambda *_: function()), last=True)
+
+    def _insert(self, callback: pl.Callback, *, last: bool = False) -> None:
         callbacks: list[pl.Callback] = self._trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
-        callbacks.insert(0, callback)
+        callbacks.insert(len(callbacks) if last else 0, callback)
         self._undoing.callback(callbacks.remove, callback)
 
     def before_validation_data(self, function: Callable[[], None]) -> None:
@@ -66,6 +70,18 @@ class RunChanges:
             setup()
 
         self._replace(loop, "setup_data", call_and_set_up)
+
+    def go_by_own_clock(self, timer: Timer) -> None:
+        """Let a timer tell its own worker after each batch that the time is up; Lightning's asks rank 0 each time."""
+
+        def look(trainer: pl.Trainer, *_: Any) -> None:
+            left = timer.time_remaining()
+            if left is not None and left <= 0 and not trainer.should_stop:
+                trainer.should_stop = True
+                if timer._verbose and trainer.is_global_zero:
+                    log.info("The time is up (%g s): training ends with this batch.", timer._duration)
+
+        self._replace(timer, "on_train_batch_end", look)
 
     def end_by_signal(self, *, together: bool) -> None:
         """End by SIGTERM once it has come, whatever breaks before the loop looks for it.

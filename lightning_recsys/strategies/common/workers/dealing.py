@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING
 
 import pytorch_lightning as pl
 import torch.distributed as dist
-from pytorch_lightning.callbacks import GradientAccumulationScheduler, ModelCheckpoint
+from pytorch_lightning.callbacks import GradientAccumulationScheduler
 
 from lightning_recsys.data import BatchLoader
 from lightning_recsys.parameter_server.meetings import ShareDealer
 from lightning_recsys.strategies.common.look_ahead import unwrapped
 from lightning_recsys.strategies.common.run.changes import RunChanges
+from lightning_recsys.strategies.common.schedules import stops_within_epochs
 from lightning_recsys.strategies.common.workers.living import among_the_living, living_ranks
 
 if TYPE_CHECKING:
@@ -98,18 +99,11 @@ def _accumulated(trainer: pl.Trainer) -> int:
 
 def _trains_whole_epochs(trainer: pl.Trainer) -> bool:
     """Whether ranks meet at the end of epochs only, nothing counts a worker's steps, and each epoch has all rows."""
-    counts_steps = any(isinstance(x, ModelCheckpoint) and x._every_n_train_steps for x in trainer.checkpoint_callbacks)
-    validates_within = trainer.enable_validation and (
-        trainer.val_check_interval != 1.0 or trainer.check_val_every_n_epoch is None
-    )
     return (
         trainer.limit_train_batches == 1.0
         and isinstance(trainer.limit_train_batches, float)
         and not trainer.overfit_batches  # type: ignore[attr-defined]  # set by a connector
         and not trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]  # set by a connector
-        and trainer.max_steps < 0
-        and not trainer.min_steps
-        and not counts_steps
+        and not stops_within_epochs(trainer)
         and all(config.interval == "epoch" for config in trainer.lr_scheduler_configs)
-        and not validates_within
     )
