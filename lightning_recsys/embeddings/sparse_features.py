@@ -204,7 +204,7 @@ class SparseFeatures:
         index = [self.keys.index(key) for key in keys]
 
         def pick(parts: Sequence[Tensor]) -> Tensor:
-            return torch.cat([parts[i] for i in index]) if index else self.values.new_empty(0)
+            return torch.cat([parts[i] for i in index]) if index else parts[0][:0]
 
         lengths = None
         if not self.is_single_hot:

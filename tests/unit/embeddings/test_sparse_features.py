@@ -77,6 +77,13 @@ def test_select_when_reordered_then_bags_follow_their_feature(bags):
     torch.testing.assert_close(sparse.weights, sparse.values.float() / 10)
 
 
+def test_select_when_nothing_is_wanted_then_weights_keep_their_type():
+    """As in a process without fields, where the others have them all."""
+    nothing = from_bags([[[1], [2, 3]], [[4], []]], weighted=True).select(())
+    assert (nothing.values.dtype, nothing.weights.dtype) == (torch.int64, torch.float32)
+    assert (nothing.keys, nothing.values.numel(), nothing.weights.numel()) == ((), 0, 0)
+
+
 def test_select_when_same_keys_then_same_object_and_missing_key_is_named():
     sparse = SparseFeatures(KEYS, torch.tensor([1, 2]))
     assert sparse.select(KEYS) is sparse
