@@ -9,9 +9,11 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import Callback, ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
+from torch import Tensor, nn
 
 from lightning_recsys.checkpoints import FolderCheckpointIO, is_folder, read_checkpoint, to_file, to_folder
 from lightning_recsys.data import SyntheticDataModule
+from lightning_recsys.embeddings import EmbeddingBagCollection, EmbeddingBagConfig, SparseFeatures
 from lightning_recsys.models import DeepFM
 from lightning_recsys.optim import RowAdam
 from lightning_recsys.strategies import HETStrategy, ShadowSyncStrategy
@@ -155,6 +157,30 @@ def test_single_device_file_when_loaded_by_trainers_then_starts_from_it(tmp_path
     starts = StartsFrom(tmp_path / "folder.ckpt")
     trainer, _ = train(synchronous(num_trainers=2), starts, ckpt_path=path, max_steps=STEPS + 1)
     assert trainer.global_step == STEPS + 1
+
+
+class Towers(nn.Module):
+    """Two layers over the same vectors, each of which has the collection as its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        tables = [EmbeddingBagConfig(name, num_ids, 8, (name,)) for name, num_ids in FIELDS.items()]
+        collection = EmbeddingBagCollection(tables, optimizer=RowAdam(lr=0.01))
+        self.first, self.second = (nn.ModuleDict({"rows": collection, "head": nn.Linear(24, 1)}) for _ in range(2))
+
+    def forward(self, dense: Tensor, sparse: SparseFeatures) -> Tensor:
+        return sum(x["head"](x["rows"](sparse).flatten(1)).squeeze(1) for x in (self.first, self.second))
+
+
+def test_folder_when_two_modules_share_a_collection_then_has_the_keys_of_both(tmp_path):
+    saving, task = ModelCheckpoint(tmp_path), CTRTask(Towers())
+    trainer = make_trainer(HETStrategy(algorithm="hybrid", table_placement="size"), saving, devices=2)
+    trainer.fit(task, datamodule=make_data())
+    assert trainer.world_size == 2
+    assert_same(read_checkpoint(saving.best_model_path)["state_dict"], task.state_dict())
+    alone = make_trainer("auto", devices=1, max_steps=STEPS + 1, plugins=[FolderCheckpointIO()])
+    alone.fit(CTRTask(Towers()), datamodule=make_data(), ckpt_path=saving.best_model_path)
+    assert alone.global_step == STEPS + 1
 
 
 @pytest.mark.parametrize("average", [WeightAveraging, partial(StochasticWeightAveraging, 0.01, 1)], ids=["mean", "swa"])

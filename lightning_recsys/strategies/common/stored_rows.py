@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -15,6 +15,8 @@ from lightning_recsys.embeddings import TableBackend
 from lightning_recsys.optim.swap import PERIOD
 from lightning_recsys.stores.backend import StoreBackend
 from lightning_recsys.stores.dynamic.tables import IDS
+
+T = TypeVar("T")
 
 
 def dense_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -27,7 +29,7 @@ def row_keys(model: nn.Module) -> set[str]:
     """The keys under which a model's state dict holds the rows of its collections and their optimizer state."""
     return {
         f"{place}.{table.name}.{name}"
-        for place, backend in _backends_of(model).items()
+        for place, backend in _backends_of(model, at_every_path=True).items()
         for table in backend.layout.tables
         for name in (*backend.row_shapes, IDS)
     }
@@ -73,6 +75,23 @@ def stored_tensors(model: nn.Module, *, rank: int, world_size: int) -> dict[str,
     return found
 
 
+def at_every_path(model: nn.Module, tensors: Mapping[str, T]) -> dict[str, T]:
+    """Rows under all keys that the model's state dict has for them: several, where modules share a collection.
+
+    Args:
+        model: Whose rows they are.
+        tensors: By keys that begin with a backend's first path, as :func:`stored_tensors` has them; others stay.
+    """
+    first = {backend: place for place, backend in _backends_of(model).items()}
+    return dict(tensors) | {
+        place + key.removeprefix(own): value
+        for place, backend in _backends_of(model, at_every_path=True).items()
+        for own in [first[backend]]
+        for key, value in tensors.items()
+        if key == own or key.startswith(f"{own}.")
+    }
+
+
 @contextmanager
 def rows_left_out(model: nn.Module) -> Iterator[None]:
     """Meanwhile the model's state dict has no rows of collections, and misses none."""
@@ -95,5 +114,6 @@ def rows_replaced(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def _backends_of(model: nn.Module) -> dict[str, TableBackend]:
-    return {name: module for name, module in model.named_modules() if isinstance(module, TableBackend)}
+def _backends_of(model: nn.Module, *, at_every_path: bool = False) -> dict[str, TableBackend]:
+    modules = model.named_modules(remove_duplicate=not at_every_path)
+    return {path: module for path, module in modules if isinstance(module, TableBackend)}

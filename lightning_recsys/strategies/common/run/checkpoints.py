@@ -20,7 +20,7 @@ from lightning_recsys.checkpoints import (
 )
 from lightning_recsys.launchers import ForkserverLauncher
 from lightning_recsys.strategies.common.averaged_copies import copies_without_rows
-from lightning_recsys.strategies.common.stored_rows import row_keys, rows_replaced
+from lightning_recsys.strategies.common.stored_rows import at_every_path, row_keys, rows_replaced
 from lightning_recsys.strategies.common.workers.living import among_the_living
 
 if TYPE_CHECKING:
@@ -78,7 +78,8 @@ class RunCheckpoints:
             raise TypeError(f"{path} becomes a folder, which takes no storage_options, got {storage_options}.")
 
         def save() -> None:  # each time by those who live then, of whom each writes a share of the rows
-            whole = checkpoint | {"state_dict": checkpoint["state_dict"] | strategy.stored_tensors()}
+            rows = at_every_path(strategy.task, strategy.stored_tensors())
+            whole = checkpoint | {"state_dict": checkpoint["state_dict"] | rows}
             extras = None
             if "optimizer_states" in checkpoint:  # not of weights only
                 extras = strategy.checkpoint_extras()
