@@ -222,7 +222,7 @@ class EmbeddingBagCollection(nn.Module):
                 order.
         """
         assert self.whole_tables is not None
-        self.apply_pending()
+        self._pending.clear()  # of a step that does not come, as the run is over
         cut = self.embedding_bags
         assert isinstance(cut, TableBackend)
         self._serve(self.whole_tables)
@@ -269,15 +269,14 @@ class EmbeddingBagCollection(nn.Module):
     def unbind(self, *, copy_rows: bool = True) -> None:
         """Go back to the collection's own rows; nothing happens where no backend is bound.
 
+        Gradients that wait for a step are dropped, as dense ones are which no step has taken when a run ends.
+
         Args:
             copy_rows: Take the trained rows and their state along, where the collection had rows of its own. Without it
-                the backend is not asked for anything, as after a failure that it may have been part of; gradients that
-                wait are dropped.
+                the backend is not asked for anything, as after a failure that it may have been part of.
         """
         if not self._own:
             return
-        if copy_rows:
-            self.apply_pending()
         self._pending.clear()
         bound, (own,) = self.embedding_bags, self._own
         if copy_rows and _has_rows(own):

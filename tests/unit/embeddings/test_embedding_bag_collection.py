@@ -183,6 +183,16 @@ def test_attach_then_the_update_waits_for_the_step():
     torch.testing.assert_close(weights(module)["embedding_bags.users.weight"][1], before - 0.1)
 
 
+def test_make_whole_when_gradients_wait_for_a_step_then_they_are_dropped():
+    module, optimizer = attached()
+    before = weights(module)
+    module.partition(range(3))
+    module(ids([1], [2], [3])).sum().backward()
+    module.make_whole(module.embedding_bags.read)
+    optimizer.step()
+    torch.testing.assert_close(weights(module), before, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("optimizer_class", [torch.optim.SGD, torch.optim.Adam, torch.optim.Adagrad])
 def test_attach_when_a_scheduler_halves_then_both_rates_halve(optimizer_class):
     module = collection(optimizer=RowSGD(lr=0.1))

@@ -194,15 +194,16 @@ def test_attached_collection_when_bound_then_the_optimizer_steps_and_schedules_i
     assert torch.allclose(backend.read("genres", "weight")[5], before[5] - 0.25)
 
 
-def test_pending_gradients_when_unbound_then_they_are_applied_first(servers):
+def test_pending_gradients_when_unbound_then_they_are_dropped_as_dense_ones_are(servers):
+    """Manual optimization may end between two steps: what no step has taken trains neither part."""
     collection = make()
     collection.attach_to(optimizer := torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0))
     bind(collection, servers)
     before = collection.state_dict()["embedding_bags.genres.weight"]
     collection(SparseFeatures(FEATURES, torch.tensor([0, 0, 0, 5]))).sum().backward()
     collection.unbind()
-    assert optimizer is not None
-    assert torch.allclose(collection.state_dict()["embedding_bags.genres.weight"][5], before[5] - 0.1)
+    optimizer.step()
+    assert torch.equal(collection.state_dict()["embedding_bags.genres.weight"], before)
 
 
 def test_failed_run_when_unbound_without_copying_then_the_stores_are_asked_for_nothing(servers):
