@@ -478,7 +478,10 @@ def test_plain_embeddings_when_two_workers_are_resumed_then_the_row_optimizer_go
 
 
 class RowsAlone(pl.LightningModule):
-    """Matrix factorization: no parameter asks for a gradient, and what a buffer counts is rank 0's at each batch."""
+    """Matrix factorization: no parameter asks for a gradient, and what buffers count is rank 0's at each batch.
+
+    One buffer is written to, the other one is replaced by a new tensor.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -486,13 +489,15 @@ class RowsAlone(pl.LightningModule):
         tables = [EmbeddingBagConfig(name, 64, 4, (name,), init_std=0.5) for name in ("user", "item")]
         self.rows = EmbeddingBagCollection(tables, optimizer=RowSGD(0.5))
         self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("replaced", torch.zeros(()))
 
     def training_step(self, users, batch_idx):
         if self.trainer.world_size > 1:
-            of_rank_0 = self.seen.clone()
+            of_rank_0 = torch.stack([self.seen, self.replaced])
             dist.broadcast(of_rank_0, 0)
-            assert self.seen == of_rank_0
+            assert torch.equal(torch.stack([self.seen, self.replaced]), of_rank_0)
         self.seen += users.sum()
+        self.replaced = self.replaced + users.sum()
         user, item = self.rows(SparseFeatures(("user", "item"), torch.cat([users, 63 - users]))).unbind(1)
         return nn.functional.mse_loss((user * item).sum(1), users / 64)
 
@@ -514,7 +519,7 @@ def test_model_of_rows_alone_when_two_workers_train_then_equals_a_single_device(
     trainer = make_trainer(strategy, use_distributed_sampler=False)
     trainer.fit(actual)
     assert trainer.world_size == 2
-    assert actual.seen == torch.arange(64).view(4, 2, 8)[:, 0].sum(), "rank 0's"
+    assert actual.seen == actual.replaced == torch.arange(64).view(4, 2, 8)[:, 0].sum(), "rank 0's"
     for name in ("user", "item"):
         trained = actual.rows.embedding_bags.read(name, "weight")
         torch.testing.assert_close(trained, expected.rows.embedding_bags.read(name, "weight"), rtol=1e-5, atol=1e-6)

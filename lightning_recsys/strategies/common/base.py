@@ -192,7 +192,7 @@ class RecsysStrategy(DDPStrategy):
         self.averages: AveragedCopies | None = None
         self.dealer: ShareDealer | None = None  # of this worker's part of each epoch, while it trains
         self._frozen: list[tuple[str, nn.Parameter]] = []  # parameters that no worker shares, while a run trains
-        self._shared_buffers: list[Tensor] = []  # rank 0's at each batch, where nothing that wraps the model does it
+        self._shares_buffers = False  # they become rank 0's at each batch, where nothing that wraps the model does it
 
     def __getstate__(self) -> dict[str, Any]:
         fresh = type(self).__new__(type(self))
@@ -424,8 +424,7 @@ class RecsysStrategy(DDPStrategy):
             super().configure_ddp()
         else:
             _sync_module_states(self.model)
-            if wraps and self._ddp_kwargs.get("broadcast_buffers", True):
-                self._shared_buffers = list(self.model.buffers())
+            self._shares_buffers = wraps and self._ddp_kwargs.get("broadcast_buffers", True)
         if self.world_size > 1:
             dense = dense_parameters(self.task)
             self._frozen = [(name, x) for name, x in dense if not x.requires_grad]
@@ -472,7 +471,7 @@ class RecsysStrategy(DDPStrategy):
                     " each worker would train it alone. Let it require a gradient from the start, in a parameter"
                     " group with lr=0 for as long as it is to stay, or train it in another fit."
                 )
-        for buffer in self._shared_buffers:
+        for buffer in self.task.buffers() if self._shares_buffers else ():  # which a step may have replaced by others
             dist.broadcast(buffer, 0)
         self.dense.begin_batch(batch_idx)
 

@@ -159,13 +159,13 @@ def test_strategy_when_pickled_then_keeps_what_workers_need():
 
 def of_a_run(strategy):
     checkpoints, servers = strategy.checkpoints, strategy.run_servers
-    return strategy._shared_buffers, strategy._frozen, checkpoints.rows_wait, servers.connected
+    return strategy._shares_buffers, strategy._frozen, checkpoints.rows_wait, servers.connected
 
 
 def test_strategy_when_a_run_is_over_or_it_is_pickled_then_has_nothing_of_the_run():
     strategy = connected(Served())
     fresh = of_a_run(strategy)
-    strategy._shared_buffers, strategy._frozen = [torch.zeros(1)], [("x", torch.zeros(1))]
+    strategy._shares_buffers, strategy._frozen = True, [("x", torch.zeros(1))]
     strategy.checkpoints._rows_to_load = Path("last.ckpt")
     assert of_a_run(pickle.loads(pickle.dumps(strategy))) == fresh
     strategy.teardown()
