@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 
 from lightning_recsys.embeddings.config import EmbeddingBagConfig
 from lightning_recsys.embeddings.kernels import Kernel, KernelName, TableLayout, choose_kernel
-from lightning_recsys.embeddings.replication import gather_over_ranks, num_replicas
+from lightning_recsys.embeddings.replication import gather_over_ranks, no_gradients, num_replicas
 from lightning_recsys.embeddings.sparse_features import SparseFeatures
 from lightning_recsys.embeddings.ticket import Ticket
 from lightning_recsys.optim import RowOptimizer
@@ -45,6 +45,14 @@ class Backend(nn.Module, ABC):
             grad_BFD: The gradient of the pooled rows, float32 ``[B, F, D]``; the batches' one behind the other.
             lr: Step size of this update.
         """
+
+    def join_update(self, *, lr: float) -> None:
+        """Take part in an update that other ranks may make of these rows; nothing, unless each rank has a replica.
+
+        Args:
+            lr: As for :meth:`apply_gradients`, which the others call.
+        """
+        return
 
     def lookup_frozen(self, sparse: SparseFeatures) -> Tensor:
         """Look up like :meth:`lookup`, without a gradient: frozen rows, or ``torch.no_grad()`` while training."""
@@ -334,8 +342,15 @@ class LocalBackend(TableBackend):
         sparse = Ticket.joined(tickets).sparse
         if num_replicas(self.replica_group) > 1:
             sparse, grad_BFD = gather_over_ranks(sparse, grad_BFD, self.replica_group)
+            if not len(grad_BFD):  # nobody has looked anything up
+                return
         self.step += 1
         self.kernel.apply_gradients(self.rows.data, self.row_state, sparse, grad_BFD, lr=lr, step=self.step)
+
+    def join_update(self, *, lr: float) -> None:  # noqa: D102 - inherited
+        if num_replicas(self.replica_group) > 1:
+            sparse, grad_BFD = no_gradients(self.layout, self.rows.device)
+            self.apply_gradients([Ticket(sparse)], grad_BFD, lr=lr)
 
     def read(self, table: str, name: str) -> Tensor:  # noqa: D102 - inherited
         first, stop = (min(row, self.rows.shape[0]) for row in self.layout.row_range(table))

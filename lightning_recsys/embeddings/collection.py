@@ -361,8 +361,12 @@ class EmbeddingBagCollection(nn.Module):
         _hand_zero_grad_on()
 
     def _on_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if self.attached_to is optimizer:
+        if self.attached_to is not optimizer:
+            return
+        if self._pending or not self.trainable:
             self.apply_pending()
+        else:  # this rank's batches have not needed the tables; those of others may have
+            self.embedding_bags.join_update(lr=self.lr)
 
     @property
     def attached_to(self) -> torch.optim.Optimizer | None:

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_recsys.embeddings.kernels import TableLayout
 from lightning_recsys.embeddings.sparse_features import SparseFeatures
 
 
@@ -59,6 +60,13 @@ def gather_over_ranks(
         for rank in range(len(sizes_W))
     ]
     return SparseFeatures.cat(parts), torch.cat(grads).div_(len(parts))
+
+
+def no_gradients(layout: TableLayout, device: torch.device) -> tuple[SparseFeatures, Tensor]:
+    """The features and the gradient of no examples, by which a rank takes part in an update of the others."""
+    keys = tuple(feature for table in layout.tables for feature in table.feature_names)
+    ids = torch.empty(0, dtype=torch.int64, device=device)
+    return SparseFeatures(keys, ids), torch.zeros(0, len(keys), layout.embedding_dim, device=device)
 
 
 def _all_gather(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:

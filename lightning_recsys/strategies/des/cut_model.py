@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from lightning_recsys.checkpoints import StoredRows, StoredTensor
 from lightning_recsys.embeddings import EmbeddingBagCollection, LocalBackend, TableBackend, Ticket
 from lightning_recsys.embeddings.kernels import TableLayout
-from lightning_recsys.embeddings.replication import gather_over_ranks, num_replicas
+from lightning_recsys.embeddings.replication import gather_over_ranks, no_gradients, num_replicas
 from lightning_recsys.models.layers import Cut, FieldLayer, Sends
 from lightning_recsys.placement import FieldCost, FieldPlan
 from lightning_recsys.stores.backend import StoreBackend
@@ -61,8 +61,16 @@ class OwnRows(StoreBackend):
         """Those of all groups, where there are several."""
         if num_replicas(self._replica_group) > 1:
             sparse, grad_BFD = gather_over_ranks(Ticket.joined(tickets).sparse, grad_BFD, self._replica_group)
+            if not len(grad_BFD):  # nobody has looked anything up
+                return
             tickets = [Ticket(sparse)]
         super().apply_gradients(tickets, grad_BFD, lr=lr)
+
+    def join_update(self, *, lr: float) -> None:
+        """Those of other groups, where there are several."""
+        if num_replicas(self._replica_group) > 1:
+            sparse, grad_BFD = no_gradients(self.layout, torch.device("cpu"))
+            self.apply_gradients([Ticket(sparse)], grad_BFD, lr=lr)
 
 
 class CutModel:
