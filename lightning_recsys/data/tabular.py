@@ -35,7 +35,7 @@ from lightning_recsys.data.raw import TabularFormat
 from lightning_recsys.data.raw.columns import OnBadRow, SkippedRows
 from lightning_recsys.data.tables.schema import Schema
 
-_VERSION = 7  # of what a schema makes of a file: another one where ids, numbers or splits come out otherwise
+_VERSION = 8  # of what a schema makes of a file: another one where ids, numbers or splits come out otherwise
 _ALL = 1 << 31  # values of the vocabularies; more do not fit into their tables
 _PATIENCE = 2.0  # seconds until a progress bar is shown
 

@@ -263,9 +263,10 @@ class _Parser:
         if _is_list(self.values.type):
             lists = pc.cast(self.values, pa.large_list(self.values.type.value_type))
         else:
-            words = pc.utf8_trim(self._strings(), "[]() \t\r\n")
+            words = pc.utf8_trim(self._strings(), "[]()'\" \t\r\n")
             comma = self.table.decimal == ","  # then those between numbers have a space behind them
-            lists = pc.split_pattern_regex(words, pattern=r"\s*[;|]\s*|,?\s+" if comma else r"\s*[,;|]\s*|\s+")
+            between = r"\s*[;|]\s*|,?\s+" if comma else r"\s*[,;|]\s*|\s+"
+            lists = pc.split_pattern_regex(words, pattern=rf"['\"]?(?:{between})['\"]?")
         lengths = pc.fill_null(pc.list_value_length(lists), 0).to_numpy().astype(np.int64)
         present = np.asarray(lists.is_valid())
         flat = pc.list_flatten(lists)

@@ -77,6 +77,8 @@ class TableFile:
         # Columns of numbers alone are mostly distinct, so that storing distinct values once is no use.
         uses = {name: {source.parse for source, _ in schema.inputs() if source.column == name} for name in columns}
         self._plain = [name for name, parses in uses.items() if parses and parses <= _NUMERIC]
+        of_lists = {source.column for source, _ in schema.inputs() if source.takes_lists}
+        self._lists = {name for name, parses in uses.items() if not parses or name in of_lists}
 
     @property
     def num_comments(self) -> int:
@@ -215,7 +217,7 @@ class TableFile:
         if kind_of(self.path, self._table) == "json":
             lines = block.data.split(b"\n")
             assert block.lines is not None
-            return parse_lines([lines[number] for number in block.lines], places)
+            return parse_lines([lines[number] for number in block.lines], places, lists=self._lists)
         values, misshapen = parse_block(
             block.data, self.path, self._table, names=self._header.names, columns=self._own, plain=self._plain
         )

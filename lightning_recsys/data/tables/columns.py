@@ -62,7 +62,7 @@ def split_lists(texts: pa.StringArray, separator: str) -> pa.ListArray:
     each item belong to the items, and so do those around a single word, unless commas or spaces are the separator.
 
     >>> split_lists(pa.array(["a|b", "['a', 'b|c', None]", '["d"]', "[1, 2]", None]), "|").to_pylist()
-    [['a', 'b'], ['a', 'b|c'], ['d'], ['1', ' 2'], None]
+    [['a', 'b'], ['a', 'b|c'], ['d'], ['1', '2'], None]
     >>> split_lists(pa.array(["[a]|[b]", "[a]", "['[a]', 'b']"]), "|").to_pylist()
     [['[a]', '[b]'], ['[a]'], ['[a]', 'b']]
     """
@@ -98,11 +98,11 @@ def _items(text: str, separator: str) -> list[str]:
     """The items of a list in brackets."""
     inner = text.strip()[1:-1]
     if not re.search(r"(^|[\s,])['\"]", inner):
-        items = inner.split(separator if separator in inner else ",")
-        is_word = len(items) == 1 and bool(inner.strip()) and not re.fullmatch(NUMBER, inner.strip())
-        return [text] if is_word and separator not in (",", " ") else items
-    found = [_unquoted(quoted) if quoted else plain.strip() for quoted, plain in _ITEM.findall(inner)]
-    return [item for item in found if item not in _NO_ITEM]
+        items = [item.strip() for item in inner.split(separator if separator in inner else ",")]
+        is_word = len(items) == 1 and not re.fullmatch(NUMBER, items[0]) and items[0] not in ("", *_NO_ITEM)
+        return [text] if is_word and separator not in (",", " ") else [item for item in items if item not in _NO_ITEM]
+    found = ((quoted, plain.strip()) for quoted, plain in _ITEM.findall(inner))
+    return [_unquoted(quoted) if quoted else plain for quoted, plain in found if plain not in _NO_ITEM]
 
 
 def _unquoted(item: str) -> str:

@@ -32,6 +32,11 @@ class Input:
     parse: Parse
     by: TimeUnit | Vector | MultiValued | None = None
 
+    @property
+    def takes_lists(self) -> bool:
+        """Whether a value may be a list: of numbers, or of the words of a bag, but no text that is cut into n-grams."""
+        return isinstance(self.by, Vector) or (isinstance(self.by, MultiValued) and self.by.ngrams is None)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Dense:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -97,13 +97,14 @@ def _members(row: Mapping[str, Any], around: Place) -> Iterable[tuple[Place, Any
 
 
 def parse_lines(
-    lines: Sequence[bytes | str], places: Mapping[str, Place]
+    lines: Sequence[bytes | str], places: Mapping[str, Place], *, lists: Container[str] | None = None
 ) -> tuple[dict[str, pa.ChunkedArray], dict[int, tuple[str | None, str]]]:
     """Some columns of some lines.
 
     Args:
         lines: The lines, of which none is empty.
         places: The columns to read, and where each is.
+        lists: Those of them that take lists; ``None`` for all.
 
     Returns:
         The columns, without bad rows; and what is wrong with each of those, by its number from 1: the column, ``None``
@@ -125,10 +126,12 @@ def parse_lines(
             bad[number] = None, str(error)
     columns = {name: _values(rows, place) for name, place in places.items()}
     for name, values in columns.items():
-        for row, value in _nested(values):
+        takes_lists = lists is None or name in lists
+        wanted = "a value or a list of values" if takes_lists else "one value (lists belong under multi_valued)"
+        for row, value in _nested(values, lists=takes_lists):
             shown = json.dumps(value)
             shown = shown if len(shown) <= _QUOTED_CHARACTERS else shown[:_QUOTED_CHARACTERS] + "..."
-            bad.setdefault(row + 1, (name, f"must be a value or a list of values, got {shown}"))
+            bad.setdefault(row + 1, (name, f"must be {wanted}, got {shown}"))
     if bad:
         good = [row for row in range(len(rows)) if row + 1 not in bad]
         columns = {name: [values[row] for row in good] for name, values in columns.items()}
@@ -142,14 +145,15 @@ def _values(rows: Sequence[Mapping[str, Any]], place: Place) -> list[Any]:
     return list(found)
 
 
-def _nested(values: Sequence[Any]) -> list[tuple[int, Any]]:
-    """The rows whose value is an object, or a list of objects or lists, and those values."""
+def _nested(values: Sequence[Any], *, lists: bool) -> list[tuple[int, Any]]:
+    """The rows whose value is an object, or a list where there may be none or of objects or lists, and those values."""
     if not {dict, list} & set(map(type, values)):
         return []
     return [
         (row, value)
         for row, value in enumerate(values)
-        if isinstance(value, dict) or (isinstance(value, list) and any(isinstance(item, dict | list) for item in value))
+        if isinstance(value, dict)
+        or (isinstance(value, list) and not (lists and all(not isinstance(item, dict | list) for item in value)))
     ]
 
 

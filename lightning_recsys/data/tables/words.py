@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime as dt
 import json
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Any
 
 import pyarrow as pa
@@ -71,18 +72,21 @@ def typed_array(values: Sequence[Any]) -> pa.Array:
 def mixed_words(values: Sequence[Any]) -> list[Any]:
     """Each value as the text that it is in a column where all are of its kind; lists, which have none, as JSON.
 
+    The items of such a list are texts as well, so that they are read back as what they are called in a column of lists.
+
     Raises:
         TypeError: one is a mapping.
 
-    >>> mixed_words([1e-05, 2.0, True, "a", None, 3])
-    ['0.00001', '2', '1', 'a', None, '3']
+    >>> mixed_words([1e-05, 2.0, True, "a", None, 3, [0.5, True, None]])
+    ['0.00001', '2', '1', 'a', None, '3', '["0.5", "1", null]']
     """
     words = list(values)
     for kind in set(map(type, values)) - {str, type(None)}:
         places = [place for place, value in enumerate(values) if type(value) is kind]
         some = [values[place] for place in places]
         if kind in (list, tuple):
-            found = [json.dumps(value) for value in some]
+            items = iter(mixed_words([item for value in some for item in value]))
+            found = [json.dumps(list(islice(items, len(value)))) for value in some]
         else:
             array = pa.chunked_array([typed_array(some)])
             if pa.types.is_nested(array.type):

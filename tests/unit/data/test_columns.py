@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from lightning_recsys.data.raw.cleaning import as_bags, concatenate
 from lightning_recsys.data.raw.columns import Bags
-from lightning_recsys.data.tables.columns import as_categories, parse_numbers, parse_times
+from lightning_recsys.data.tables.columns import as_categories, parse_numbers, parse_times, split_lists
 from lightning_recsys.data.tables.words import float_words
 
 WORDS = st.lists(st.sampled_from(["a", " a", "b ", "", "?", "ü", "ab", None]), max_size=30)
@@ -156,3 +156,21 @@ def test_bags_when_items_are_whole_floats_then_are_words_of_whole_numbers(kind):
     bags = as_bags(pa.array([[12345678901.0, 0.5], None, [12345678901.0, 7.0]], kind), strip=True, missing=[])
     assert bags.lengths_N.tolist() == [2, 0, 2]
     assert bags.values.to_pylist() == ["12345678901", "0.5", "12345678901", "7"]
+
+
+LISTS = {
+    "[1, None]": ["1"],
+    "[1.0, nan]": ["1.0"],
+    "[null]": [],
+    "[None]": [],
+    "[]": [""],
+    "['None', 'nan', None]": ["None", "nan"],
+    '["null", null, "\\u00e9"]': ["null", "é"],
+    "[a, b]": ["a", "b"],
+    "[None|b]": ["b"],
+}
+
+
+@pytest.mark.parametrize("text", LISTS)
+def test_lists_when_written_in_brackets_then_only_what_has_no_quotes_stands_for_no_item(text):
+    assert split_lists(pa.array([text]), "|").to_pylist() == [LISTS[text]]

@@ -138,7 +138,8 @@ BAD = {
     '{"click": 1, "user": "\\ud83d", "price": 1}': r"row 2 \(line 3\): must be text, and holds half a character",
     '{"click": 1, "user": "\udce9", "price": 1}': r"row 2 \(line 3\): must be in UTF-8 \(or name its encoding",
     "[1, 2]": r"row 2 \(line 3\): must be a JSON object, got '\[1, 2\]'",
-    '{"click": 1, "user": {"id": 7}, "price": 1}': r"row 2 \(line 3\), column 'user': must be a value or a list",
+    '{"click": 1, "user": {"id": 7}, "price": 1}': r"row 2 \(line 3\), column 'user': must be one value",
+    '{"click": 1, "user": ["a"], "price": 1}': r"row 2 \(line 3\), column 'user': must be one value \(lists belong",
     '{"click": 1, "user": "a", "price": "old"}': r"row 2 \(line 3\), column 'price': must be a finite number .*'old'",
     '{"click": 2, "user": "a", "price": 1}': r"row 2 \(line 3\), column 'click': the label must be .* got '?2",
 }

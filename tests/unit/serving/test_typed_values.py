@@ -144,6 +144,38 @@ def test_typed_values_when_json_lines_have_them_then_their_ids_are_those_of_trai
         assert ids == list(expected[name]), (name, asked[name])
 
 
+@pytest.mark.parametrize("strip", [True, False])
+def test_typed_values_when_lists_of_json_stand_beside_texts_then_their_ids_are_those_of_lists_alone(tmp_path, strip):
+    """Some writers write a list of one item as the item."""
+    lists = [[1, 2], [True, False], [0.5, None], [None], ["nan", 1], [2**70], ["None", "a"], [1e16], [], None, ["b"]]
+    alone, beside = ([{"click": row % 2, "tags": tags} for row, tags in enumerate(lists)] for _ in range(2))
+    beside[-1]["tags"] = "b"
+    schema = {"label": "click", "multi_valued": ["tags"], "split": {"validation": 0, "test": 0}, "strip": strip}
+    batches = []
+    for rows, name in ((alone, "alone.jsonl"), (beside, "beside.jsonl")):
+        (tmp_path / name).write_text("\n".join(map(json.dumps, rows)) + "\n")
+        data = TabularDataModule(schema=schema | {"files": name}, root=tmp_path, cache=tmp_path / "cache")
+        batches.append(data.rows("train").take(torch.arange(len(lists))).sparse)
+    requests = SchemaEncoder(data.schema, data.encoding).encode(beside)[1]
+    for other in (batches[1], requests):
+        assert other.values.tolist() == batches[0].values.tolist()
+        assert other.bag_offsets().tolist() == batches[0].bag_offsets().tolist()
+
+
+def test_typed_values_when_lists_of_json_are_vectors_then_are_those_of_lists_alone(tmp_path):
+    lists = [[1, 2], [0.5, -1e-7], ["1", "0.25"], [True, False], "1 2"]
+    (tmp_path / "rows.jsonl").write_text(
+        "\n".join(json.dumps({"click": row % 2, "image": x}) for row, x in enumerate(lists))
+    )
+    schema = {"files": "rows.jsonl", "label": "click", "vectors": {"image": {"width": 2}}}
+    schema["split"] = {"validation": 0, "test": 0}
+    data = TabularDataModule(schema=schema, root=tmp_path, cache=tmp_path / "cache")
+    expected = torch.tensor([[1, 2], [0.5, -1e-7], [1, 0.25], [1, 0], [1, 2]])
+    assert data.rows("train").take(torch.arange(len(lists))).dense.equal(expected)
+    encoder = SchemaEncoder(data.schema, data.encoding)
+    assert encoder.encode([{"image": x} for x in lists])[0].equal(expected)
+
+
 @pytest.mark.parametrize("suffix", ["arrow", "feather", "orc"])
 def test_typed_values_when_another_file_of_typed_columns_has_them_then_their_ids_are_the_same(tmp_path, suffix):
     kinds = list(COLUMNS)
