@@ -31,7 +31,7 @@ from lightning_recsys.data.tables.features import LARGEST, Input, MultiValued, T
 from lightning_recsys.data.tables.label import LabelRule
 from lightning_recsys.data.tables.schema import Schema
 from lightning_recsys.data.tables.schema_parts import TableFormat
-from lightning_recsys.data.tables.words import as_words, float_words
+from lightning_recsys.data.tables.words import as_words, float_words, present
 
 Numbers: TypeAlias = NDArray[np.float64]
 Column: TypeAlias = Numbers | pa.DictionaryArray | pa.StringArray | Bags
@@ -292,9 +292,7 @@ class _Parser:
         """Strings, null where one is missing."""
         with self._fitting():
             words = pc.cast(as_words(self.values), pa.string())
-        words = pc.utf8_trim_whitespace(words) if self.table.strip else words
-        missing = pc.is_in(words, value_set=pa.array(self.table.missing, pa.string()))
-        return pc.if_else(missing, pa.scalar(None, pa.string()), words)
+        return present(pc.utf8_trim_whitespace(words) if self.table.strip else words, self.table.missing)
 
     @contextmanager
     def _fitting(self) -> Iterator[None]:

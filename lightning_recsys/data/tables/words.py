@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import json
+import re
 from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Any
@@ -108,8 +109,7 @@ def tidy_words(words: pa.StringArray, *, strip: bool, missing: Sequence[str]) ->
     >>> tidy_words(words, strip=True, missing=["?"]).to_pylist()
     ['a', None, '3', '2026-01-31 11:00:00.5Z']
     """
-    words = pc.utf8_trim_whitespace(words) if strip else words
-    words = pc.if_else(pc.is_in(words, value_set=pa.array(missing, pa.string())), pa.scalar(None, pa.string()), words)
+    words = present(pc.utf8_trim_whitespace(words) if strip else words, missing)
     if pc.any(pc.ends_with(words, ".0")).as_py():  # patterns are dear, and few columns have such words
         words = pc.replace_substring_regex(words, pattern=_WHOLE, replacement=r"\1")
     if pc.any(pc.match_substring_regex(words, _CLOCK)).as_py():
@@ -119,6 +119,18 @@ def tidy_words(words: pa.StringArray, *, strip: bool, missing: Sequence[str]) ->
         for pattern, replacement in ((_T, r"\1 \2"), (_FRACTION, r"\1\2\3")):
             words = pc.replace_substring_regex(words, pattern=pattern, replacement=replacement)
     return words
+
+
+def present(words: pa.Array | pa.ChunkedArray, missing: Sequence[str]) -> pa.Array | pa.ChunkedArray:
+    """Words, null where they stand for a missing value: a whole number does with and without a fraction of 0.
+
+    >>> present(pa.array(["-999.0", "-999", "?", "0"]), ["?", "-999"]).to_pylist()
+    [None, None, None, '0']
+    """
+    whole = [re.sub(_WHOLE, r"\1", word) for word in missing]
+    spelled = [*missing, *whole, *(f"{word}.0" for word in whole if word.lstrip("+-").isdecimal())]
+    stand_for_one = pc.is_in(words, value_set=pa.array(spelled, pa.string()))
+    return pc.if_else(stand_for_one, pa.scalar(None, pa.string()), words)
 
 
 def truths_as_numbers(words: pa.Array) -> pa.Array:

@@ -176,6 +176,32 @@ def test_typed_values_when_lists_of_json_are_vectors_then_are_those_of_lists_alo
     assert encoder.encode([{"image": x} for x in lists])[0].equal(expected)
 
 
+@pytest.mark.parametrize("missing", [-999, "-999.0"])
+def test_typed_values_when_a_number_stands_for_a_missing_one_then_it_does_in_every_type(tmp_path, missing):
+    """pandas writes -999.0 where a column has fractions, or empty places."""
+    columns = {"click": [0, 1] * 2, "age": [-999, 0.5, 2, -999], "user": [3, -999, None, 3], "shop": [1, 2, -999, 1]}
+    table = pa.table({name: pa.array(values, from_pandas=True) for name, values in columns.items()})
+    floats = table.cast(pa.schema([(name, pa.float64()) for name in columns]))
+    pq.write_table(table, tmp_path / "rows.parquet")
+    table.to_pandas().to_csv(tmp_path / "rows.csv", index=False)
+    floats.to_pandas().to_csv(tmp_path / "floats.csv", index=False)
+    rows = table.to_pylist()
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    schema = {"label": "click", "dense": {"age": {"standardize": False}}, "categorical": ["user", "shop"]}
+    schema |= {"missing": ["", missing], "split": {"validation": 0, "test": 0}}
+    for name in ("rows.parquet", "rows.csv", "floats.csv", "rows.jsonl"):
+        data = TabularDataModule(schema=schema | {"files": name}, root=tmp_path, cache=tmp_path / "cache")
+        batch = data.rows("train").take(torch.arange(4))
+        assert batch.dense.flatten().tolist() == [1.25, 0.5, 2, 1.25], name
+        assert batch.sparse.values.tolist() == [2, 1, 1, 2, 2, 3, 1, 2], name
+        encoder = SchemaEncoder(data.schema, data.encoding)
+        for way in (float, str, lambda value: str(float(value))):
+            written = [{k: None if v is None else way(v) for k, v in row.items()} for row in rows]
+            dense, sparse = encoder.encode(written)
+            assert dense.equal(batch.dense)
+            assert sparse.values.equal(batch.sparse.values)
+
+
 @pytest.mark.parametrize("suffix", ["arrow", "feather", "orc"])
 def test_typed_values_when_another_file_of_typed_columns_has_them_then_their_ids_are_the_same(tmp_path, suffix):
     kinds = list(COLUMNS)
