@@ -35,6 +35,7 @@ from lightning_recsys.embeddings.int64_ids import as_int64s
 
 DENSE = "dense"  # the key of numeric features where they have no names of their own
 _LISTS = frozenset((list, tuple))
+_NO_COLUMN = (pa.ArrowException, TypeError, OverflowError, UnicodeEncodeError)  # the last is of half a character
 _BAGS = pa.list_(pa.string())
 _NO_TOP: dict[str, Any] = {"comment": None, "skip_lines": 0}  # a request has no lines above its rows
 log = logging.getLogger(f"pytorch_lightning.{__name__}")  # which has a handler in worker processes, too
@@ -143,15 +144,16 @@ class SchemaEncoder(RequestEncoder):
         given = {type(value) for value in values} - {type(None)}
         read = {source.parse for source in self._columns[name]}
         separator = self._separator(name)
-        if given & _LISTS and not read & {"bag", "vector"}:
-            raise ValueError(f"{name!r} takes one value a row, got a list.")
+        if given & _LISTS and not any(source.takes_lists for source in self._columns[name]):
+            number, found = next((number, value) for number, value in enumerate(values) if type(value) in _LISTS)
+            raise ValueError(f"row {number}: {name!r} takes one value a row, got {found!r:.80}.")
         try:
             return self._as_array(values, separator, only_numbers=read == {"number"})
-        except (pa.ArrowException, TypeError, OverflowError) as error:
+        except _NO_COLUMN as error:
             for number, value in enumerate(values):
                 try:
                     self._as_array([value], separator, only_numbers=read == {"number"})
-                except (pa.ArrowException, TypeError, OverflowError) as why:
+                except _NO_COLUMN as why:
                     raise ValueError(f"row {number}: {name!r} takes no {value!r:.80} ({why!s:.120}).") from error
             raise ValueError(f"{name!r} has values that do not go together ({error!s:.120}).") from error
 

@@ -352,12 +352,20 @@ def _add_refusals(app: FastAPI, max_bytes: int) -> None:
             return JSONResponse({"detail": f"{first['loc'][-1]}: {first['msg']}."}, status_code=422)
         why = f"{first['msg']}: {first['ctx']['error']}" if "ctx" in first else first["msg"]
         where = f" at character {first['loc'][1]}" if first["type"] == "json_invalid" else ""
+        return no_object(f"{why}{where}")
+
+    async def refuse_text(request: Request, error: HTTPException) -> JSONResponse:
+        """Bytes may be no text, or have brackets in thousands of others, or numbers with thousands of digits."""
+        return no_object(str(error.__cause__ or error.detail))
+
+    def no_object(why: str) -> JSONResponse:
         expected = "a request is a JSON object sent as application/json, one row or {'rows': [...]}"
-        return JSONResponse({"detail": f"{expected}; got another body ({why}{where})."}, status_code=422)
+        return JSONResponse({"detail": f"{expected}; got another body ({why})."}, status_code=422)
 
     async def refuse_bytes(request: Request, error: HTTPException) -> JSONResponse:
         detail = f"a request has at most {max_bytes} bytes: send several, or start the server with a larger max_bytes."
         return JSONResponse({"detail": detail}, status_code=413)
 
     app.exception_handler(RequestValidationError)(refuse)
+    app.exception_handler(400)(refuse_text)
     app.exception_handler(413)(refuse_bytes)

@@ -214,7 +214,7 @@ def test_request_when_features_are_derived_then_it_is_encoded_as_training_encode
     assert len(encoder.encode([encoder.example()])[0]) == 1
     with pytest.raises(ValueError, match=r"row 1: 'image' must be a list of 3 finite numbers.*\[1\.0, 2\.0\]"):
         encoder.encode([typed, typed | {"image": [1, 2]}])
-    with pytest.raises(ValueError, match=r"column 'title' has type list<.*>, which does not fit"):
+    with pytest.raises(ValueError, match=r"row 0: 'title' takes one value a row, got \['a', 'b'\]"):
         encoder.encode([typed | {"title": ["a", "b"]}])
 
 
