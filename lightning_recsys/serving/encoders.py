@@ -159,20 +159,20 @@ class SchemaEncoder(RequestEncoder):
 
     def _as_array(self, values: list[Any], separator: str | None, *, only_numbers: bool) -> pa.Array:
         """Values of a column; what one becomes does not depend on those beside it."""
-        given = set(map(type, values)) - {type(None)}
+        given, decimal = set(map(type, values)) - {type(None)}, self._schema.table.decimal
         if only_numbers and bool in given:
             values, given = [int(x) if isinstance(x, bool) else x for x in values], given - {bool} | {int}
         if only_numbers and given <= {int, float}:
             return pa.array([None if value is None else float(value) for value in values], pa.float64())
         if separator is not None and given & _LISTS:
-            bags = [_items(separator, value) for value in values]
+            bags = [_items(separator, value, decimal) for value in values]
             items = list(chain.from_iterable(bag for bag in bags if bag is not None))
             if any(isinstance(item, list | tuple) for item in items):
                 raise TypeError("they are nested")
-            words = iter(mixed_words(items))
+            words = iter(mixed_words(items, decimal=decimal))
             return pa.array([None if bag is None else list(islice(words, len(bag))) for bag in bags], _BAGS)
         if len(given) > 1:
-            return pa.array(mixed_words(values), pa.string())
+            return pa.array(mixed_words(values, decimal=decimal), pa.string())
         array = typed_array(values) if given else pa.array(values, pa.string())
         if pa.types.is_nested(array.type.value_type if pa.types.is_list(array.type) else array.type):
             raise TypeError("they are nested")
@@ -232,11 +232,11 @@ class SchemaEncoder(RequestEncoder):
         return cls(schema, Encoding.from_state_dict(schema, state))
 
 
-def _items(separator: str, value: Any) -> Any:
+def _items(separator: str, value: Any, decimal: str) -> Any:
     """The items of a bag, which is a list or a text."""
     if value is None or isinstance(value, list | tuple):
         return value
-    return split_lists(pa.array(mixed_words([value]), pa.string()), separator)[0].as_py()
+    return split_lists(pa.array(mixed_words([value], decimal=decimal), pa.string()), separator)[0].as_py()
 
 
 class IdEncoder(RequestEncoder):

@@ -20,6 +20,7 @@ from torch import Tensor
 from lightning_recsys.data.preparation.vocabulary import vocabulary_file
 from lightning_recsys.data.prepared.manifest import Manifest
 from lightning_recsys.data.raw.kernels import KeyTable, hash_values
+from lightning_recsys.data.tables.columns import has_marks
 from lightning_recsys.data.tables.earlier_words import present_words
 from lightning_recsys.data.tables.features import Categorical, MultiValued
 from lightning_recsys.data.tables.schema import FEATURES, Schema, feature_name
@@ -30,7 +31,7 @@ FIRST_ID = 2
 MISSING_ID = 1
 """Id of a missing value, where there is a vocabulary; it is 0 where values are hashed."""
 
-FORMAT = 2
+FORMAT = 3
 """The version of vocabularies' words; a new one where :mod:`lightning_recsys.data.tables.words` names values anew."""
 
 
@@ -143,10 +144,12 @@ class Encoding:
         Earlier names go on to count: a text that looks like a decimal, say, is called what it was.
         """
         found: dict[str, tuple[KeyTable, NDArray[np.int64]]] = {}
-        for name, values in self.vocabularies.items() if self._format < FORMAT else ():
+        tables = (self._schema.table, *self._schema.formats.values())
+        written = next((table for table in tables if has_marks(table)), None)
+        for name, values in self.vocabularies.items() if self._format < (2 if written is None else FORMAT) else ():
             if getattr(embedded(self._schema)[name], "ngrams", None) is not None:
                 continue  # pieces of texts
-            words = present_words(values)
+            words = present_words(values, words_format=self._format, written=written)
             changed = np.flatnonzero(np.asarray(pc.not_equal(words, values)))
             if len(changed):
                 table = KeyTable(hash_values(words.take(pa.array(changed)).cast(pa.binary())))

@@ -22,9 +22,11 @@ from lightning_recsys.data.tables.columns import (
     GROUPED_BY_DOTS,
     as_categories,
     date_numbers,
+    has_marks,
     parse_numbers,
     parse_times,
     plain_numbers,
+    plain_words,
     split_lists,
 )
 from lightning_recsys.data.tables.features import LARGEST, Input, MultiValued, TimeUnit, Vector
@@ -94,8 +96,16 @@ def concatenate(parts: Sequence[Column]) -> Column:
     return pa.chunked_array(parts).unify_dictionaries().combine_chunks()
 
 
-def as_bags(column: pa.Array | pa.ChunkedArray, *, strip: bool, missing: Sequence[str]) -> Bags:
+def as_bags(
+    column: pa.Array | pa.ChunkedArray, *, strip: bool, missing: Sequence[str], written: TableFormat | None = None
+) -> Bags:
     """From lists of strings; missing and empty items are dropped, and a missing list is an empty bag.
+
+    Args:
+        column: The lists.
+        strip: Whether items are trimmed of white space.
+        missing: Items that stand for a missing one.
+        written: How numbers among items that are texts are written.
 
     >>> bags = as_bags(pa.array([["b", "a"], None, ["a", "", "b"]]), strip=True, missing=[])
     >>> bags.lengths_N.tolist(), bags.values.to_pylist()
@@ -105,7 +115,8 @@ def as_bags(column: pa.Array | pa.ChunkedArray, *, strip: bool, missing: Sequenc
     flat = pc.list_flatten(column)
     if isinstance(flat, pa.Array):
         flat = pa.chunked_array([flat])
-    items = as_categories(as_words(flat), strip=strip, missing=[*missing, ""])
+    written = written if _is_text(flat.type) else None
+    items = as_categories(as_words(flat), strip=strip, missing=[*missing, ""], written=written)
     present = np.asarray(items.indices.is_valid())
     before = np.concatenate([[0], np.cumsum(present)])
     ends = np.cumsum(lengths)
@@ -142,8 +153,10 @@ class _Parser:
         return self.categories
 
     def label(self, rule: LabelRule, *, strip: str) -> Numbers:
-        column = self.categories
+        column = self._texts
         words = pc.utf8_trim(column.dictionary, strip) if strip else column.dictionary
+        if rule.compares_numbers and self._written is not None:
+            words = plain_words(words, self._written)
         if pa.types.is_boolean(self.values.type) and not rule.compares_numbers:
             words = pc.if_else(pc.equal(words, "1"), "true", "false")  # as such rules call them
         labels: Numbers = np.append(rule.apply(words), np.nan)[_codes(column)]  # the last is for a missing label
@@ -161,7 +174,9 @@ class _Parser:
             if self.table.decimal == "," and self.table.thousands != ".":
                 problem = "is a thousand or a fraction, where decimal is a comma: write thousands: '.' in the schema"
                 self._flag(np.asarray(pc.fill_null(pc.match_substring_regex(words, GROUPED_BY_DOTS), False)), problem)
-            numbers, bad = parse_numbers(plain_numbers(words, self.table))
+            if has_marks(self.table):
+                words = present(plain_numbers(words, self.table), self.table.missing)
+            numbers, bad = parse_numbers(words)
         stands_for_one = "(or listed under `missing`, if it stands for a missing one)"
         self._flag(bad, f"must be a finite number {stands_for_one}")
         self._flag(_too_large(numbers), f"must be within {LARGEST}, which is what features hold {stands_for_one}")
@@ -220,6 +235,8 @@ class _Parser:
             present &= ~self._stand_for_missing(numbers)
             return np.where(present, numbers, np.nan), present & ~np.isfinite(numbers), present
         words = self._strings()
+        if has_marks(self.table):
+            words = plain_words(words, self.table)
         return *parse_times(words, dates=self.table.dates), ~np.isnan(parse_numbers(words)[0])
 
     @property
@@ -232,10 +249,23 @@ class _Parser:
 
     @cached_property
     def categories(self) -> pa.DictionaryArray:
-        """Each distinct string once, null where one is missing."""
+        """Each distinct value once, null where one is missing; texts of numbers as numbers are called."""
+        return self._texts if self._written is None else self._coded(self._written)
+
+    @property
+    def _written(self) -> TableFormat | None:
+        """How numbers are written; ``None`` where values are no texts, or texts have numbers as they are called."""
+        return self.table if _is_text(self.values.type) and has_marks(self.table) else None
+
+    @cached_property
+    def _texts(self) -> pa.DictionaryArray:
+        """The same, with texts of numbers as they are written."""
+        return self._coded(None)
+
+    def _coded(self, written: TableFormat | None) -> pa.DictionaryArray:
         with self._fitting():
             words = as_words(self.values)
-        return as_categories(words, strip=self.table.strip, missing=self.table.missing)
+        return as_categories(words, strip=self.table.strip, missing=self.table.missing, written=written)
 
     def text(self) -> pa.StringArray:
         """Strings as they stand in the file, but for white space around them; null where a Parquet file has none."""
@@ -250,12 +280,14 @@ class _Parser:
             if pa.types.is_nested(self.values.type.value_type):
                 raise self._wrong_type()
             with self._fitting():
-                return as_bags(self.values, strip=strip, missing=missing)
-        column = self.categories  # each distinct text is cut into its items once
+                return as_bags(self.values, strip=strip, missing=missing, written=self.table)
+        column = self._texts if feature.ngrams is None else self.categories
+        # Each distinct text is cut into its items once.
         if feature.ngrams is not None:
             distinct = ngram_bags(column.dictionary, feature.ngrams, sizes=feature.sizes, limit=feature.limit)
         else:
-            distinct = as_bags(split_lists(column.dictionary, feature.separator), strip=strip, missing=missing)
+            lists = split_lists(column.dictionary, feature.separator)
+            distinct = as_bags(lists, strip=strip, missing=missing, written=self._written)
         return distinct.take(column.indices.fill_null(-1).to_numpy().astype(np.int64))
 
     def vectors(self, width: int) -> Numbers:
@@ -336,6 +368,11 @@ def _finite(numbers: pa.ChunkedArray) -> tuple[Numbers, NDArray[np.bool_]]:
 def _too_large(numbers: Numbers) -> NDArray[np.bool_]:
     """Which numbers features cannot hold; those that are not finite are told otherwise."""
     return np.isfinite(numbers) & (np.abs(numbers) > LARGEST)
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_binary(kind))
 
 
 def _is_list(kind: pa.DataType) -> bool:

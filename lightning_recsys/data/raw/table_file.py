@@ -217,7 +217,8 @@ class TableFile:
         if kind_of(self.path, self._table) == "json":
             lines = block.data.split(b"\n")
             assert block.lines is not None
-            return parse_lines([lines[number] for number in block.lines], places, lists=self._lists)
+            rows, decimal = [lines[number] for number in block.lines], self._table.decimal
+            return parse_lines(rows, places, lists=self._lists, decimal=decimal)
         values, misshapen = parse_block(
             block.data, self.path, self._table, names=self._header.names, columns=self._own, plain=self._plain
         )

@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from lightning_recsys.data.tables.schema_parts import TableFormat
-from lightning_recsys.data.tables.words import tidy_words
+from lightning_recsys.data.tables.words import present, tidy_words
 
 _YEAR_FIRST = r"(?P<y1>\d{4})[-/](?P<m1>\d\d?)[-/](?P<d1>\d\d?)"
 _DOTS = r"(?P<d2>\d\d?)\.(?P<m2>\d\d?)\.(?P<y2>\d{4})"
@@ -34,10 +34,18 @@ GROUPED_BY_DOTS = r"^[+-]?[1-9]\d{0,2}(\.\d{3})+$"  # a fraction, unless dots st
 NUMBER = r"^[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$"
 
 
-def as_categories(column: pa.ChunkedArray, *, strip: bool, missing: Sequence[str]) -> pa.DictionaryArray:
+def as_categories(
+    column: pa.ChunkedArray, *, strip: bool, missing: Sequence[str], written: TableFormat | None = None
+) -> pa.DictionaryArray:
     """Strings or dictionary-encoded strings, trimmed of white space, each distinct one once; null where missing.
 
     They are tidied by :func:`~lightning_recsys.data.tables.words.tidy_words`.
+
+    Args:
+        column: The strings.
+        strip: Whether they are trimmed.
+        missing: Those that stand for a missing value.
+        written: How numbers among them are written, if they are texts of a table.
 
     >>> column = as_categories(pa.chunked_array([["a ", "?", "b", "a"]]), strip=True, missing=["?"])
     >>> column.indices.to_pylist(), column.dictionary.to_pylist()
@@ -49,6 +57,8 @@ def as_categories(column: pa.ChunkedArray, *, strip: bool, missing: Sequence[str
     if not column.num_chunks:
         return pa.DictionaryArray.from_arrays(pa.array([], pa.int32()), pa.array([], pa.string()))
     raw = column.chunk(0).dictionary.cast(pa.string())
+    if written is not None and has_marks(written):
+        raw = plain_words(present(pc.utf8_trim_whitespace(raw) if strip else raw, missing), written)
     indices = pa.concat_arrays([chunk.indices for chunk in column.chunks]).cast(pa.int32())
     merged = tidy_words(raw, strip=strip, missing=missing).dictionary_encode()
     return pa.DictionaryArray.from_arrays(merged.indices.take(indices), merged.dictionary)
@@ -145,6 +155,24 @@ def plain_numbers(strings: pa.ChunkedArray, table: TableFormat) -> pa.ChunkedArr
     if table.decimal != ".":
         strings = pc.replace_substring(strings, pattern=table.decimal, replacement=".")
     return strings
+
+
+def has_marks(table: TableFormat) -> bool:
+    """Whether a table writes numbers in another way than with a dot before the fraction alone."""
+    return table.decimal != "." or table.thousands is not None
+
+
+def plain_words(words: pa.StringArray, table: TableFormat) -> pa.StringArray:
+    """Words, of which those that are numbers are written as :func:`plain_numbers` writes them.
+
+    >>> table = TableFormat(decimal=",", thousands=".")
+    >>> plain_words(pa.array(["0,5", "1.234,50", "a,5", "12.34", None]), table).to_pylist()
+    ['0.5', '1234.50', 'a,5', '12.34', None]
+    """
+    mark, point = re.escape(table.thousands or ""), re.escape(table.decimal)
+    whole = rf"(\d+|\d{{1,3}}({mark}\d{{3}})+)" if mark else r"\d+"
+    numbers = pc.match_substring_regex(words, rf"^[+-]?{whole}({point}\d+)?$")
+    return pc.if_else(numbers, plain_numbers(words, table), words)
 
 
 def parse_times(

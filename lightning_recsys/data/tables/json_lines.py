@@ -97,7 +97,11 @@ def _members(row: Mapping[str, Any], around: Place) -> Iterable[tuple[Place, Any
 
 
 def parse_lines(
-    lines: Sequence[bytes | str], places: Mapping[str, Place], *, lists: Container[str] | None = None
+    lines: Sequence[bytes | str],
+    places: Mapping[str, Place],
+    *,
+    lists: Container[str] | None = None,
+    decimal: str = ".",
 ) -> tuple[dict[str, pa.ChunkedArray], dict[int, tuple[str | None, str]]]:
     """Some columns of some lines.
 
@@ -105,6 +109,7 @@ def parse_lines(
         lines: The lines, of which none is empty.
         places: The columns to read, and where each is.
         lists: Those of them that take lists; ``None`` for all.
+        decimal: What stands before the fraction of a number in texts.
 
     Returns:
         The columns, without bad rows; and what is wrong with each of those, by its number from 1: the column, ``None``
@@ -135,7 +140,9 @@ def parse_lines(
     if bad:
         good = [row for row in range(len(rows)) if row + 1 not in bad]
         columns = {name: [values[row] for row in good] for name, values in columns.items()}
-    return {name: pa.chunked_array([as_column(values)]) for name, values in columns.items()}, dict(sorted(bad.items()))
+    return {name: pa.chunked_array([as_column(values, decimal=decimal)]) for name, values in columns.items()}, dict(
+        sorted(bad.items())
+    )
 
 
 def _values(rows: Sequence[Mapping[str, Any]], place: Place) -> list[Any]:
@@ -157,10 +164,14 @@ def _nested(values: Sequence[Any], *, lists: bool) -> list[tuple[int, Any]]:
     ]
 
 
-def as_column(values: Sequence[Any]) -> pa.Array:
+def as_column(values: Sequence[Any], *, decimal: str = ".") -> pa.Array:
     """Values as Python has them as a column, of one type where they have one, else of words.
 
     What a value is called in a vocabulary does not depend on those beside it.
+
+    Args:
+        values: The values.
+        decimal: What stands before the fraction of a number in texts among them.
 
     >>> as_column([1, 2.5, None]).to_pylist(), as_column([1, "a"]).to_pylist(), as_column([["a"], [1]]).to_pylist()
     ([1.0, 2.5, None], ['1', 'a'], [['a'], ['1']])
@@ -169,7 +180,7 @@ def as_column(values: Sequence[Any]) -> pa.Array:
     if not kinds:
         return pa.nulls(len(values), pa.string())
     if kinds == {list}:
-        items = as_column([item for value in values if value is not None for item in value])
+        items = as_column([item for value in values if value is not None for item in value], decimal=decimal)
         starts, filled = [], 0
         for value in values:
             starts.append(None if value is None else filled)
@@ -178,4 +189,4 @@ def as_column(values: Sequence[Any]) -> pa.Array:
     if kinds == {int, float}:
         with suppress(pa.ArrowInvalid, OverflowError):  # of whole numbers that no float holds
             return pa.array(values, pa.float64())
-    return typed_array(values) if len(kinds) == 1 else pa.array(mixed_words(values), pa.string())
+    return typed_array(values) if len(kinds) == 1 else pa.array(mixed_words(values, decimal=decimal), pa.string())

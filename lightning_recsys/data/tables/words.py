@@ -6,6 +6,7 @@ import datetime as dt
 import json
 import re
 from collections.abc import Callable, Sequence
+from decimal import Decimal
 from itertools import islice
 from typing import Any
 
@@ -36,7 +37,6 @@ def as_words(values: pa.ChunkedArray) -> pa.ChunkedArray:
         pyarrow.ArrowNotImplementedError: the type is one of lists or structures.
         pyarrow.ArrowInvalid: bytes are no UTF-8.
 
-    >>> from decimal import Decimal
     >>> [as_words(pa.chunked_array([[x]]))[0].as_py() for x in (True, 7, 0.5, 3.0, Decimal("1.50"), "1.50", b"a")]
     ['1', '7', '0.5', '3', '1.5', '1.50', 'a']
     """
@@ -70,29 +70,37 @@ def typed_array(values: Sequence[Any]) -> pa.Array:
         return pa.array([value if value is None else str(value) for value in values], pa.string())
 
 
-def mixed_words(values: Sequence[Any]) -> list[Any]:
+def mixed_words(values: Sequence[Any], *, decimal: str = ".") -> list[Any]:
     """Each value as the text that it is in a column where all are of its kind; lists, which have none, as JSON.
 
     The items of such a list are texts as well, so that they are read back as what they are called in a column of lists.
+
+    Args:
+        values: Values as Python has them.
+        decimal: What stands before the fraction of a number in texts of that column.
 
     Raises:
         TypeError: one is a mapping.
 
     >>> mixed_words([1e-05, 2.0, True, "a", None, 3, [0.5, True, None]])
     ['0.00001', '2', '1', 'a', None, '3', '["0.5", "1", null]']
+    >>> mixed_words([0.5, "0,5"], decimal=",")
+    ['0,5', '0,5']
     """
     words = list(values)
     for kind in set(map(type, values)) - {str, type(None)}:
         places = [place for place, value in enumerate(values) if type(value) is kind]
         some = [values[place] for place in places]
         if kind in (list, tuple):
-            items = iter(mixed_words([item for value in some for item in value]))
+            items = iter(mixed_words([item for value in some for item in value], decimal=decimal))
             found = [json.dumps(list(islice(items, len(value)))) for value in some]
         else:
             array = pa.chunked_array([typed_array(some)])
             if pa.types.is_nested(array.type):
                 raise TypeError("they are nested")
             found = as_words(array).to_pylist()
+            if issubclass(kind, float | Decimal):
+                found = [word.replace(".", decimal) for word in found]
         for place, word in zip(places, found, strict=True):
             words[place] = word
     return words

@@ -202,6 +202,72 @@ def test_typed_values_when_a_number_stands_for_a_missing_one_then_it_does_in_eve
             assert sparse.values.equal(batch.sparse.values)
 
 
+GERMAN = {
+    "separator": ";",
+    "decimal": ",",
+    "thousands": ".",
+    "missing": ["", -999],
+    "split": {"validation": 0, "test": 0},
+}
+GERMAN |= {"label": {"column": "stars", "rule": ">= 2.5"}, "dense": {"price": {"standardize": False}}}
+GERMAN |= {
+    "categorical": {
+        "user": {},
+        "size": {},
+        "both": {"cross": ["user", "size"]},
+        "hashed": {"column": "size", "hash_buckets": 99},
+    }
+}
+GERMAN |= {"multi_valued": {"tags": {"separator": "|"}}}
+STARS, PRICES = [2.5, 0.5, 4.0, 1.0], [1.234, 1234.5, None, 0.5]
+USERS, SIZES, TAGS = [11, None, 2, -999], [0.5, 1.234, 1234, 3.0], [[0.5, 3], [], [1.234], [3, 1234]]
+
+
+def german(value: object) -> str:
+    """As pandas writes it with ``decimal=","``, and Excel with dots between thousands."""
+    if isinstance(value, list):
+        return "|".join(map(german, value))
+    return "" if value is None else f"{float(value):,}".translate(str.maketrans(",.", ".,"))
+
+
+def test_numbers_when_texts_write_them_with_a_comma_then_their_ids_are_those_of_typed_columns(tmp_path):
+    columns = {"stars": STARS, "price": PRICES, "user": USERS, "size": SIZES, "tags": TAGS}
+    rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    lines = [";".join(columns), *(";".join(map(german, row.values())) for row in rows)]
+    (tmp_path / "rows.csv").write_text("\n".join(lines))
+    pq.write_table(pa.table(columns), tmp_path / "rows.parquet")
+    mixed = [{k: german(v) if number % 2 else v for k, v in row.items()} for number, row in enumerate(rows)]
+    for name, some in (("rows.jsonl", rows), ("mixed.jsonl", mixed)):
+        (tmp_path / name).write_text("\n".join(map(json.dumps, some)))
+    batches = {}
+    for name in ("rows.csv", "rows.parquet", "rows.jsonl", "mixed.jsonl"):
+        data = TabularDataModule(schema=GERMAN | {"files": name}, root=tmp_path, cache=tmp_path / "cache")
+        batches[name] = data.rows("train").take(torch.arange(4))
+        requests = SchemaEncoder(data.schema, data.encoding)
+        for asked in (rows, mixed, [{k: german(v) for k, v in row.items()} for row in rows]):
+            dense, sparse = requests.encode(asked)
+            assert dense.equal(batches[name].dense)
+            assert sparse.values.equal(batches[name].sparse.values)
+    expected = batches["rows.parquet"]
+    assert expected.labels.tolist() == [1, 0, 1, 0]
+    assert data.encoding.vocabularies["size"].to_pylist() == ["0.5", "1.234", "1234", "3"]
+    for batch in batches.values():
+        assert batch.labels.equal(expected.labels)
+        assert batch.dense.equal(expected.dense)
+        assert batch.sparse.values.equal(expected.sparse.values)
+
+
+def test_numbers_when_an_earlier_version_called_them_as_they_were_written_then_have_the_ids_that_were_trained():
+    schema = Schema.from_dict(GERMAN | {"files": "rows.csv", "dense": [], "multi_valued": []})
+    words = {"user": ["11,0", "2,0"], "size": ["0,5", "1.234,0"], "both": ["11,0\x1f0,5", "\x1f1.234,0"]}
+    vocabularies = {name: pa.array(values) for name, values in words.items()}
+    state = Encoding(schema, vocabularies=vocabularies, statistics={}).state_dict() | {"format": 2}
+    encoder = SchemaEncoder(schema, Encoding.from_state_dict(schema, state))
+    for first, second in (((11, 0.5), (None, 1234)), (("11,0", "0,5"), ("", "1.234,0"))):
+        sparse = encoder.encode([dict(zip(("user", "size"), row, strict=True)) for row in (first, second)])[1]
+        assert sparse.select(("user", "size", "both")).values.tolist() == [2, 1, 2, 3, 2, 3]
+
+
 @pytest.mark.parametrize("suffix", ["arrow", "feather", "orc"])
 def test_typed_values_when_another_file_of_typed_columns_has_them_then_their_ids_are_the_same(tmp_path, suffix):
     kinds = list(COLUMNS)
@@ -302,7 +368,7 @@ def test_vocabularies_when_an_earlier_version_wrote_them_then_typed_values_have_
 def test_vocabularies_when_a_later_version_wrote_them_then_are_refused():
     schema = Schema.from_dict({"files": "a.csv", "label": "click", "categorical": ["user"]})
     state = Encoding(schema, vocabularies={"user": pa.array(["a"])}, statistics={}).state_dict()
-    with pytest.raises(ValueError, match=r"vocabularies of format 99, which a later version .* up to 2"):
+    with pytest.raises(ValueError, match=r"vocabularies of format 99, which a later version .* up to 3"):
         Encoding.from_state_dict(schema, state | {"format": 99})
 
 
