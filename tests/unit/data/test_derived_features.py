@@ -417,3 +417,22 @@ def test_schema_when_written_and_read_back_then_is_the_same_with_dates_as_text(t
     text = "files: x.csv\nlabel: click\ncategorical: [user]\ndense: {born: {age_at: 2026-01-31}}\n"
     (tmp_path / "t.yaml").write_text(text)
     assert Schema.from_yaml(tmp_path / "t.yaml").dense["born"].age_at == "2026-01-31"
+
+
+def test_ages_when_times_have_fractions_of_seconds_then_are_those_of_typed_times_in_text_and_requests(tmp_path):
+    """Rows of one second are in the order of their times, too, so that a split by time is the same."""
+    start = datetime(2026, 1, 31, 12)
+    times = [start + timedelta(microseconds=i * 50_000 + 7) for i in range(40)]
+    table = pa.table({"click": [0, 1] * 20, "at": times, "seen": [start] * 40})
+    pq.write_table(table, tmp_path / "rows.parquet")
+    table.to_pandas().to_csv(tmp_path / "rows.csv", index=False, date_format="%Y-%m-%dT%H:%M:%S.%f")
+    schema = {"label": "click", "time": "at", "split": {"by": "time"}}
+    schema["dense"] = {"age": {"column": "seen", "age_at": "at", "standardize": False}}
+    for name in ("rows.parquet", "rows.csv"):
+        data = TabularDataModule(schema=schema | {"files": name}, root=tmp_path, cache=tmp_path / "cache")
+        rows = data.rows("test")
+        found = rows.take(torch.arange(len(rows))).dense.flatten() * 86_400
+        torch.testing.assert_close(found, torch.tensor([i * 0.05 + 7e-6 for i in range(36, 40)]))
+    asked = [{"seen": start.isoformat(), "at": time.isoformat()} for time in times[36:]]
+    dense, _ = SchemaEncoder(data.schema, data.encoding).encode(asked)
+    torch.testing.assert_close(dense.flatten() * 86_400, found)
