@@ -24,19 +24,17 @@ os.register_at_fork(
 )
 
 # Sums may be reordered and fused (they are short, and FBGEMM does the same); NaN and infinity keep their meaning.
-compile_loop = compile_once(
-    numba.njit(nogil=True, cache=True, error_model="numpy", fastmath={"reassoc", "contract", "nsz"})
-)
+compile_loop = compile_once(numba.njit(nogil=True, error_model="numpy", fastmath={"reassoc", "contract", "nsz"}))
 
 
 # A step is rounded before it is taken from the row, and not fused with that: so whoever takes the same step from the
 # same row later, as the server of a cached row does, comes to the same bits.
-compile_rule = compile_once(numba.njit(nogil=True, cache=True, error_model="numpy"))
+compile_rule = compile_once(numba.njit(nogil=True, error_model="numpy"))
 
 
 # For what loops do with each key or row, rounded as rules are. A call with many arrays, which the compiler may leave as
 # one, takes longer than most of what these functions do.
-compile_inline = compile_once(numba.njit(nogil=True, cache=True, error_model="numpy", forceinline=True))
+compile_inline = compile_once(numba.njit(nogil=True, error_model="numpy", forceinline=True))
 
 
 AHEAD = 32

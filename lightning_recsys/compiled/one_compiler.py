@@ -7,9 +7,11 @@ from __future__ import annotations
 import fcntl
 import os
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import wraps
+from multiprocessing import parent_process
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,10 @@ from numba.core.compiler_lock import global_compiler_lock
 
 PATIENCE_SECONDS = 300.0  # for another process that compiles; one that is stopped must not stop all others
 PAUSE_SECONDS = 0.02  # between two tries to get the lock
+NO_CACHE = (
+    "Compiled loops cannot be kept, since neither the folder of this package nor the user's folder for caches can be"
+    " written to: each process compiles its own, which takes it seconds. NUMBA_CACHE_DIR names another folder."
+)
 _held: set[Path] = set()  # locks of this process, whose compiler works for one thread at a time
 
 
@@ -29,23 +35,34 @@ def compile_once(make: Callable[..., Any]) -> Callable[..., Any]:
 
     The lock is a file's beside the cache, so it ends with a process that is killed. A function waits for the locks of
     those that it calls, and never the other way round, so processes do not wait for each other in a circle. Where there
-    can be no lock (a folder that nobody may write to, a file system without locks), every process compiles by itself.
+    can be no lock (a folder that nobody may write to, a file system without locks), or no cache (neither the package's
+    folder nor one of the user's can be written to), every process compiles by itself.
 
     Args:
-        make: Makes a compiled function of a plain one.
+        make: Makes a compiled function of a plain one, without a cache.
     """
 
     def decorate(function: Callable[..., Any]) -> Any:
         compiled = make(function)
-        if (folder := getattr(getattr(compiled, "stats", None), "cache_path", None)) is None:
+        if not hasattr(compiled, "enable_caching"):
             return compiled  # NUMBA_DISABLE_JIT leaves functions as they are
-        lock = Path(folder, f"{function.__module__}.{function.__qualname__}.lock".replace("<locals>", "locals"))
+        try:
+            compiled.enable_caching()
+        except RuntimeError:  # numba knows no folder that it may write to
+            if parent_process() is None:  # once, and not by every worker and server
+                warnings.warn(NO_CACHE, RuntimeWarning, stacklevel=1)  # from one place: it is shown for one function
+            return compiled
+        name = f"{function.__module__}.{function.__qualname__}.lock".replace("<locals>", "locals")
+        lock = Path(compiled.stats.cache_path, name)
         alone = compiled.compile
 
         @wraps(alone)
         def compile_locked(signature):  # noqa: ANN001, ANN202
             with global_compiler_lock, _locked(lock):
-                return alone(signature)
+                try:
+                    return alone(signature)
+                except OSError:  # the cache had no room for it, such as on a full disk
+                    return alone(signature)  # what was compiled is there, and is not compiled again
 
         compiled.compile = compile_locked
         return compiled

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from numba.core import caching
 
 from lightning_recsys.compiled import one_compiler
 
@@ -121,6 +122,30 @@ def test_loop_when_there_can_be_no_lock_then_is_compiled_all_the_same(loops, wha
     else:
         monkeypatch.setattr(fcntl, "flock", refuse)
     assert misses(module_at(loops)) == [1, 1]
+
+
+def test_loop_when_no_folder_for_caches_can_be_written_to_then_it_is_compiled_and_a_line_says_so(loops, monkeypatch):
+    def refuse(locator):
+        raise OSError(errno.EROFS, "not here")
+
+    monkeypatch.setattr(caching._CacheLocator, "ensure_cache_path", refuse)
+    with pytest.warns(RuntimeWarning, match="NUMBA_CACHE_DIR names another folder"):
+        assert misses(module_at(loops)) == [1, 1]
+    assert not lock_of(loops).exists()
+
+
+def test_loop_when_the_cache_has_no_room_then_it_is_compiled_once_all_the_same(loops, monkeypatch):
+    def refuse(*args):
+        refused.append(args)
+        raise OSError(errno.ENOSPC, "no room")
+
+    refused = []
+    monkeypatch.setattr(caching.IndexDataCacheFile, "_save_data", refuse)
+    module = module_at(loops)
+    assert [len(x.overloads) for x in (module.total, module.doubled)] == [1, 1]
+    assert len(refused) == 2  # and no loop is compiled, or offered to the cache, again
+    with lock_of(loops).open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def test_lock_when_a_child_was_forked_meanwhile_then_the_child_does_not_keep_it(tmp_path):
