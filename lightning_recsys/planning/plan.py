@@ -181,10 +181,10 @@ def measure(
         tell: Is told what is measured.
 
     Raises:
-        ValueError: a name is unknown.
+        ValueError: a name is unknown or there is none, or ``seconds`` is not above 0.
+        TypeError: ``methods`` is one name.
     """
-    if unknown := sorted({*methods} - {*METHODS}):
-        raise ValueError(f"there is no strategy {', '.join(unknown)}; there are {', '.join(METHODS)}.")
+    _check_measured(methods, seconds)
     costs: dict[str, dict[int, StepCost]] = {}
     refusals: dict[str, str] = {}
 
@@ -221,6 +221,17 @@ def measure(
     return Measured(costs, refusals, float32_gflops())
 
 
+def _check_measured(methods: Sequence[str], seconds: float) -> None:
+    if isinstance(methods, str):
+        raise TypeError(f"strategies must be a list of names, such as [{methods}], got {methods!r}.")
+    if not methods:
+        raise ValueError(f"strategies must name one at least of {', '.join(METHODS)}.")
+    if not seconds > 0:
+        raise ValueError(f"seconds must be above 0, got {seconds}. 4 is the usual choice.")
+    if unknown := sorted({*methods} - {*METHODS}):
+        raise ValueError(f"there is no strategy {', '.join(unknown)}; there are {', '.join(METHODS)}.")
+
+
 def _with_requests(costs: Mapping[int, StepCost], one: StepCost, several: StepCost) -> dict[int, StepCost]:
     """The costs, with those of a request: what a step takes longer with several servers than with one.
 
@@ -246,6 +257,7 @@ def plan(task: pl.LightningModule, datamodule: pl.LightningDataModule, machines:
     Raises:
         ValueError: as :func:`compare`.
     """
+    check_narrowed(machines, **narrowed)
     return compare(measure(task, datamodule), machines, **narrowed)
 
 
@@ -271,13 +283,7 @@ def compare(
     Raises:
         ValueError: a number is out of range, or there is a cost to be compared and no machine has a price.
     """
-    if metric not in get_args(Metric):
-        raise ValueError(f"metric must be {' or '.join(get_args(Metric))}, got {metric!r}.")
-    if metric == "cost" and not any(kind.price for kind in machines.kinds.values()):
-        raise ValueError("metric=cost needs a price of some kind of machine: its cost of an hour.")
-    for name, number in (("at_most_staleness", at_most_staleness or 0), ("survives", survives)):
-        if not number >= 0:
-            raise ValueError(f"{name} must be at least 0, got {number}.")
+    check_narrowed(machines, metric=metric, at_most_staleness=at_most_staleness, exact=exact, survives=survives)
     refused, found = dict(measured.refusals), []
     alone = measured.costs.get("single", {}).get(1)
     for name, costs in measured.costs.items():
@@ -293,6 +299,28 @@ def compare(
             refused[name] = reasons[-1]
     key = (lambda each: each.cost) if metric == "cost" else (lambda each: -each.examples_per_second)
     return Plan(tuple(sorted(found, key=key)), refused, machines, metric)
+
+
+def check_narrowed(
+    machines: Machines,
+    *,
+    metric: Metric = "eps",
+    at_most_staleness: float | None = None,
+    exact: bool = False,
+    survives: int = 0,
+) -> None:
+    """Raise what :func:`compare` raises of its arguments, so that nobody measures for minutes before.
+
+    Raises:
+        ValueError: as :func:`compare`.
+    """
+    if metric not in get_args(Metric):
+        raise ValueError(f"metric must be {' or '.join(get_args(Metric))}, got {metric!r}.")
+    if metric == "cost" and not any(kind.price for kind in machines.kinds.values()):
+        raise ValueError("metric=cost needs a price of some kind of machine: its cost of an hour.")
+    for name, number in (("at_most_staleness", at_most_staleness or 0), ("survives", survives)):
+        if not number >= 0:
+            raise ValueError(f"{name} must be at least 0, got {number}.")
 
 
 def layouts(method: Method, machines: Machines) -> Iterator[Layout]:

@@ -39,6 +39,13 @@ def test_plan_when_the_machines_are_wrong_then_says_so_before_it_measures(run_fo
     assert not (tmp_path / "kept").exists()
 
 
+def test_plan_when_a_narrowing_is_wrong_then_says_so_before_it_measures(run_forked, tmp_path):
+    found = run_forked("plan.py", "metric=cost", "cache=kept", "hydra.run.dir=run", folder=tmp_path)
+    assert found.returncode != 0
+    assert "metric=cost needs a price of some kind of machine" in found.stderr
+    assert not (tmp_path / "kept").exists()
+
+
 def test_lines_of_a_picture_then_have_the_best_that_so_many_machines_give():
     numbers = {
         "batch_size": 10,

@@ -18,7 +18,7 @@ from recipe_tools.sweep import recipe_job
 from rich.table import Table
 
 from lightning_recsys.planning import Machines, Measured, Plan, compare, machines_from, measure, read_machines
-from lightning_recsys.planning.plan import command_of, keep, kept
+from lightning_recsys.planning.plan import check_narrowed, command_of, keep, kept
 from lightning_recsys.runtime import configure_worker
 
 MEASURED_WITH = ("task", "model", "data", "optim", "embeddings", "strategies", "seconds")
@@ -30,10 +30,9 @@ def run(cfg: DictConfig) -> None:
         config = record.config
         check_types(config)
         machines = _machines(config["machines"])
-        made = compare(
-            *(_measured(config), machines),
-            **{name: config[name] for name in ("metric", "at_most_staleness", "exact", "survives")},
-        )
+        narrowed = {name: config[name] for name in ("metric", "at_most_staleness", "exact", "survives")}
+        check_narrowed(machines, **narrowed)
+        made = compare(_measured(config), machines, **narrowed)
         _report(made, record)
 
 

@@ -1,10 +1,11 @@
 """Plans from measurements that are given: what is first and why, what is left out, what is printed."""
 
+import re
 import sys
 
 import pytest
 
-from lightning_recsys.planning import Measured, StepCost, compare, machines_from, measure
+from lightning_recsys.planning import Measured, StepCost, compare, machines_from, measure, plan
 from lightning_recsys.planning.methods import METHODS
 from lightning_recsys.planning.plan import command_of, keep, kept, layouts
 
@@ -89,6 +90,26 @@ def test_plan_by_cost_then_the_cheapest_example_is_first():
 def test_plan_when_an_argument_is_wrong_then_names_it(given, sentence):
     with pytest.raises(ValueError, match=sentence):
         made(**given)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "sentence"),
+    [
+        ({"methods": ["des", "ddpp"]}, ValueError, "there is no strategy ddpp; there are single, ddp"),
+        ({"methods": []}, ValueError, "strategies must name one at least of single, ddp"),
+        ({"methods": "het"}, TypeError, re.escape("must be a list of names, such as [het], got 'het'")),
+        ({"seconds": 0}, ValueError, "seconds must be above 0, got 0"),
+        ({"seconds": float("nan")}, ValueError, "seconds must be above 0, got nan"),
+    ],
+)
+def test_measurement_when_an_argument_is_wrong_then_names_it(given, error, sentence):
+    with pytest.raises(error, match=sentence):
+        measure(None, None, **given)
+
+
+def test_plan_when_a_narrowing_is_wrong_then_nothing_is_measured():
+    with pytest.raises(ValueError, match="metric=cost needs a price"):
+        plan(None, None, machines_from({"cpu": {}}), metric="cost")
 
 
 def test_plan_when_there_is_no_price_then_refuses_to_compare_costs():
