@@ -31,6 +31,8 @@ class CTRDataModule(pl.LightningDataModule, ABC):
 
     def __init__(self, *, batch_size: int, seed: int | None = 0, drop_last: bool = False) -> None:
         super().__init__()
+        if batch_size < 1:
+            raise ValueError(f"data.batch_size must be at least 1, got {batch_size}.")
         self.batch_size = batch_size
         self.seed = seed or 0
         self.drop_last = drop_last

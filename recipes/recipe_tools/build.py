@@ -304,6 +304,19 @@ def _is_validated(config: Config, datamodule: Any) -> bool:
     return bool(datamodule.has("validation") and config["trainer"].get("limit_val_batches") != 0)
 
 
+def check_train_rows(datamodule: Any) -> None:
+    """See that there is something to train on.
+
+    Raises:
+        ValueError: there are no training rows.
+    """
+    if not datamodule.has("train"):
+        raise ValueError(
+            "data: there are no training rows. Let data.train_rows be above 0 with data=synthetic, and elsewhere name"
+            " files or a split that leaves some."
+        )
+
+
 def check_test_rows(config: Config, datamodule: Any) -> None:
     """See that there is something to evaluate.
 

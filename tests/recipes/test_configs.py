@@ -26,6 +26,7 @@ from recipe_tools.build import (
     build_trainer,
     check_calibrate,
     check_test_rows,
+    check_train_rows,
     seed_everything,
 )
 from recipe_tools.config_types import check_types
@@ -433,6 +434,13 @@ def test_evaluation_when_there_are_no_test_rows_then_refused(limit, has_test):
     with pytest.raises(ValueError, match=r"there are no test rows to evaluate: name files of them"):
         check_test_rows({"trainer": {"limit_test_batches": limit}}, data)
     check_test_rows({"trainer": {"limit_test_batches": 5}}, RowsOrNone(has_test=True))
+
+
+def test_training_when_there_are_no_training_rows_then_refused():
+    data = SyntheticDataModule(batch_size=8, train_rows=0, val_rows=8, test_rows=8)
+    with pytest.raises(ValueError, match=r"data: there are no training rows\. Let data\.train_rows be above 0"):
+        check_train_rows(data)
+    check_train_rows(RowsOrNone(has_test=False))
 
 
 class RowsOrNone:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
-from recipe_tools.build import Config, build_datamodule, build_task, seed_everything
+from recipe_tools.build import Config, build_datamodule, build_task, check_train_rows, seed_everything
 from recipe_tools.config_types import check_types
 from recipe_tools.plan_picture import draw_plan
 from recipe_tools.record import RunRecord, machine, task_overrides, versions
@@ -45,6 +45,7 @@ def _measured(config: Config) -> Measured:
     seed_everything(config["seed"])
     configure_worker()
     datamodule = build_datamodule(config)
+    check_train_rows(datamodule)
     task = build_task(config, datamodule)
     with console().status("Measuring") as status:
         measured = measure(

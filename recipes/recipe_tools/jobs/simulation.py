@@ -9,7 +9,15 @@ from typing import Any
 
 from hydra.utils import get_object
 from omegaconf import DictConfig
-from recipe_tools.build import Config, build, build_datamodule, build_task, count_parameters, seed_everything
+from recipe_tools.build import (
+    Config,
+    build,
+    build_datamodule,
+    build_task,
+    check_train_rows,
+    count_parameters,
+    seed_everything,
+)
 from recipe_tools.config_types import check_types
 from recipe_tools.figures import (
     RUN,
@@ -84,6 +92,7 @@ def simulate(config: Config, record: RunRecord, *, label: str) -> dict[str, Any]
     seed_everything(config["seed"])
     configure_worker()
     datamodule = build_datamodule(config)
+    check_train_rows(datamodule)
     task = build_task(config, datamodule)
     cluster = build(on_machines(config["cluster"], config["machines"]))
     record.details["parameters"] = count_parameters(task.model, datamodule)

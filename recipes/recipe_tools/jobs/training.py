@@ -22,6 +22,7 @@ from recipe_tools.build import (
     check_calibrate,
     check_checkpoint,
     check_monitored,
+    check_train_rows,
     count_parameters,
     seed_everything,
     take_started,
@@ -84,6 +85,7 @@ def train(config: Config, record: RunRecord) -> None:
     configure_worker()
 
     datamodule = build_datamodule(config)
+    check_train_rows(datamodule)
     task = build_task(config, datamodule)
     check_calibrate(config, task, datamodule)
     check_monitored(config, datamodule, sweeping=record.sweeping)

@@ -40,6 +40,12 @@ class Recorder(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+@pytest.mark.parametrize("batch_size", [0, -1])
+def test_data_module_when_its_batches_have_no_rows_then_refused(batch_size):
+    with pytest.raises(ValueError, match=f"data.batch_size must be at least 1, got {batch_size}"):
+        SyntheticDataModule(batch_size=batch_size, train_rows=20)
+
+
 def synthetic(folder: Path, *, rows: int) -> SyntheticDataModule:
     return SyntheticDataModule(
         batch_size=10, train_rows=20, val_rows=rows, test_rows=rows, cardinalities=(9,), num_dense=1
