@@ -76,6 +76,8 @@ def explain(arguments: Sequence[str], *, config_name: str, config_dir: Path = CO
             unknown = [leaf for choice in choices for leaf in choice if leaf not in options]
             if not options:
                 values.append(override)
+            elif None in _written(override) and not override.is_delete():
+                messages.append(_null(override.key_or_group, options))
             elif unknown:
                 messages.append(_message(f"{override.key_or_group}={unknown[0]}", unknown[0], options))
             elif choices:
@@ -114,17 +116,21 @@ def _search_path(config_dir: Path, own_dir: str | None) -> Iterator[None]:
 
 
 def _choices(override: Override) -> list[list[str]]:
-    """The leaves of each choice: one of ``group=leaf``, several of ``group=[leaf,leaf]``, none of ``group=null``.
+    """The leaves of each choice: one of ``group=leaf``, several of ``group=[leaf,leaf]``, none of ``group=null``."""
+    written = [choice for choice in _written(override) if choice is not None]
+    return [[str(leaf) for leaf in (choice if isinstance(choice, list) else [choice])] for choice in written]
 
-    A sweep such as ``group=leaf,leaf`` has several choices.
-    """
+
+def _written(override: Override) -> list[Any]:
+    """The choices as they are written; a sweep such as ``group=leaf,leaf`` has several."""
     value = override.value()
     if isinstance(value, ChoiceSweep):
-        choices = value.list
-    else:
-        choices = [*override.sweep_string_iterator()] if override.is_sweep_override() else [value]
-    leaves = [choice if isinstance(choice, list) else [choice] for choice in choices if choice is not None]
-    return [[str(leaf) for leaf in choice] for choice in leaves]
+        return value.list
+    return [*override.sweep_string_iterator()] if override.is_sweep_override() else [value]
+
+
+def _null(group: str, options: Iterable[str]) -> str:
+    return f"{group}=null: a group takes names, and [] for none of them.\nAllowed: {', '.join(sorted(options))}, []"
 
 
 def _unknown_key(config: DictConfig, override: Override, top_names: set[str]) -> str | None:

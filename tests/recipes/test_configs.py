@@ -436,6 +436,12 @@ def test_evaluation_when_there_are_no_test_rows_then_refused(limit, has_test):
     check_test_rows({"trainer": {"limit_test_batches": 5}}, RowsOrNone(has_test=True))
 
 
+@pytest.mark.parametrize("group", ["callbacks", "logger"])
+@pytest.mark.parametrize("override", ["{}=[]", "~{}"])
+def test_group_when_nothing_is_chosen_then_there_is_nothing_of_it(composed, group, override):
+    assert plain(composed("train", override.format(group)))[group] == {}
+
+
 def test_training_when_there_are_no_training_rows_then_refused():
     data = SyntheticDataModule(batch_size=8, train_rows=0, val_rows=8, test_rows=8)
     with pytest.raises(ValueError, match=r"data: there are no training rows\. Let data\.train_rows be above 0"):

@@ -342,6 +342,11 @@ def test_wrong_override_on_the_command_line_says_what_is_allowed(run_forked, tmp
             "trainer.strategy.num_threads: trainer.strategy is taken from strategy. Write strategy.num_threads=...",
         ),
         ("hydra.run.dri=x", "hydra.run.dri: no such choice. Did you mean hydra.run.dir?"),
+        ("launcher=null", "launcher=null: a group takes names, and [] for none of them.\nAllowed: ray, []"),
+        (
+            "optim/scheduler=null,cosine",
+            "optim/scheduler=null: a group takes names, and [] for none of them.\nAllowed:",
+        ),
     ],
 )
 def test_wrong_override_is_explained(override, message):
@@ -350,7 +355,8 @@ def test_wrong_override_is_explained(override, message):
 
 
 @pytest.mark.parametrize(
-    "override", ["model=dlrm", "model=dlrm,deepfm", "trainer.max_epochs=2", "+trainer.detect_anomaly=true", "-m", "a b"]
+    "override",
+    ["~logger", "model=dlrm", "model=dlrm,deepfm", "trainer.max_epochs=2", "+trainer.detect_anomaly=true", "-m", "a b"],
 )
 def test_right_override_needs_no_explanation(override):
     assert explain([override], config_name="train") == []
