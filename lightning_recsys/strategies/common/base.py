@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
+from lightning_fabric.plugins import CheckpointIO
 from lightning_fabric.strategies.registry import _StrategyRegistry
 from lightning_fabric.utilities.types import _PATH
 from pytorch_lightning.overrides.distributed import _sync_module_states
+from pytorch_lightning.plugins.io.wrapper import _WrappingCheckpointIO
 from pytorch_lightning.strategies import DDPStrategy
 from pytorch_lightning.trainer.states import TrainerFn, TrainerStatus
 from torch import Tensor, nn
@@ -161,7 +163,6 @@ class RecsysStrategy(DDPStrategy):
         kwargs = without_defaults(kwargs)
         refuse_arguments(self, kwargs)
         timeout = timeout or (PATIENCE if self.asynchronous else default_pg_timeout)
-        kwargs["checkpoint_io"] = kwargs.get("checkpoint_io") or FolderCheckpointIO()
         super().__init__(start_method="forkserver", timeout=timeout, **kwargs)
         let_lightning_read_folders()
         self.num_threads = num_threads
@@ -527,6 +528,19 @@ class RecsysStrategy(DDPStrategy):
             super().teardown()
 
     # --- Metrics and checkpoints -------------------------------------------------------------------------------------
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """The plugin that reads and writes single files, and reads folders where nobody has chosen another one."""
+        if self._checkpoint_io is None:
+            self._checkpoint_io = FolderCheckpointIO()
+        elif isinstance(self._checkpoint_io, _WrappingCheckpointIO):
+            self._checkpoint_io.checkpoint_io = FolderCheckpointIO()  # only where it wraps none yet
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Wait for all ranks, which all give the same name; one whose run has failed does not wait."""

@@ -12,11 +12,13 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.demos.boring_classes import BoringModel
+from pytorch_lightning.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from pytorch_lightning.strategies import StrategyRegistry
 from pytorch_lightning.trainer.connectors.logger_connector.result import _ResultCollection
 from pytorch_lightning.trainer.states import TrainerFn
 from torch import nn
 
+from lightning_recsys.checkpoints import FolderCheckpointIO
 from lightning_recsys.errors import RequestRefusedError, ServerUnreachableError
 from lightning_recsys.launchers import ServerSpec
 from lightning_recsys.strategies import ForkserverDDPStrategy, RecsysStrategy
@@ -155,6 +157,18 @@ def test_strategy_when_pickled_then_keeps_what_workers_need():
     strategy.endpoints = {"embedding": ["tcp://127.0.0.1:2"]}
     copy = pickle.loads(pickle.dumps(strategy))
     assert (copy.servers, copy.transport, copy.endpoints) == (("tcp://127.0.0.1:1",), "tcp", strategy.endpoints)
+
+
+@pytest.mark.parametrize("strategy", ["ddp_forkserver", ForkserverDDPStrategy()], ids=["name", "object"])
+def test_plugin_for_checkpoints_when_the_trainer_is_given_one_then_taken_and_folders_are_read_within_it(strategy):
+    plugin = AsyncCheckpointIO()
+    arguments = {"accelerator": "cpu", "devices": 2, "logger": False, "enable_checkpointing": False}
+    trainer = pl.Trainer(strategy=strategy, plugins=[plugin], **arguments)
+    assert trainer.strategy.checkpoint_io is plugin
+    assert type(plugin.checkpoint_io) is FolderCheckpointIO
+    chosen = pl.Trainer(strategy=ForkserverDDPStrategy(), plugins=[own := TorchCheckpointIO()], **arguments)
+    assert chosen.strategy.checkpoint_io is own
+    assert type(ForkserverDDPStrategy().checkpoint_io) is FolderCheckpointIO
 
 
 def of_a_run(strategy):
