@@ -7,8 +7,10 @@ from typing import Any
 
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
+from lightning_fabric.plugins import CheckpointIO
 from lightning_fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning_fabric.utilities.types import _PATH
+from pytorch_lightning.plugins.io.wrapper import _WrappingCheckpointIO
 
 from lightning_recsys.checkpoints.files import check_file, standing, write_file
 from lightning_recsys.checkpoints.folder import is_folder, read_checkpoint, remove_folder
@@ -54,3 +56,25 @@ class FolderCheckpointIO(TorchCheckpointIO):
         options = {} if map_location is None else {"map_location": map_location}
         checkpoint: dict[str, Any] = super().load_checkpoint(path, weights_only=weights_only, **options)
         return checkpoint
+
+
+class WithFolderIO:
+    """A base of Lightning strategies that read folders with :class:`FolderCheckpointIO`, unless told otherwise."""
+
+    _checkpoint_io: CheckpointIO | None
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """The plugin that reads and writes single files: the trainer's, or ours where nobody has chosen another one.
+
+        One that wraps another, such as ``AsyncCheckpointIO``, is given ours where it wraps none yet.
+        """
+        if self._checkpoint_io is None:
+            self._checkpoint_io = FolderCheckpointIO()
+        elif isinstance(self._checkpoint_io, _WrappingCheckpointIO):
+            self._checkpoint_io.checkpoint_io = FolderCheckpointIO()
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io

@@ -13,11 +13,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
-from lightning_fabric.plugins import CheckpointIO
 from lightning_fabric.strategies.registry import _StrategyRegistry
 from lightning_fabric.utilities.types import _PATH
 from pytorch_lightning.overrides.distributed import _sync_module_states
-from pytorch_lightning.plugins.io.wrapper import _WrappingCheckpointIO
 from pytorch_lightning.strategies import DDPStrategy
 from pytorch_lightning.trainer.states import TrainerFn, TrainerStatus
 from torch import Tensor, nn
@@ -25,7 +23,8 @@ from torch.distributed import ReduceOp
 from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 
-from lightning_recsys.checkpoints import FolderCheckpointIO, StoredRows, StoredTensor, let_lightning_read_folders
+from lightning_recsys.checkpoints import StoredRows, StoredTensor, let_lightning_read_folders
+from lightning_recsys.checkpoints.plugin import WithFolderIO
 from lightning_recsys.compression import make_codec
 from lightning_recsys.launchers import ForkserverLauncher, Launched, ServerSpec
 from lightning_recsys.runtime import fork_between_threads
@@ -64,7 +63,7 @@ Transport = Literal["auto", "tcp"]
 PATIENCE = timedelta(days=7)  # of a worker that has finished early; those that die are noticed at once
 
 
-class RecsysStrategy(DDPStrategy):
+class RecsysStrategy(WithFolderIO, DDPStrategy):
     """The plumbing of a strategy: a subclass says what it does, this class how it lives beside Lightning.
 
     It is a ``DDPStrategy`` because Lightning knows those: samplers, logging, ``torch.compile`` and barriers work.
@@ -528,19 +527,6 @@ class RecsysStrategy(DDPStrategy):
             super().teardown()
 
     # --- Metrics and checkpoints -------------------------------------------------------------------------------------
-
-    @property
-    def checkpoint_io(self) -> CheckpointIO:
-        """The plugin that reads and writes single files, and reads folders where nobody has chosen another one."""
-        if self._checkpoint_io is None:
-            self._checkpoint_io = FolderCheckpointIO()
-        elif isinstance(self._checkpoint_io, _WrappingCheckpointIO):
-            self._checkpoint_io.checkpoint_io = FolderCheckpointIO()  # only where it wraps none yet
-        return self._checkpoint_io
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, io: CheckpointIO) -> None:
-        self._checkpoint_io = io
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Wait for all ranks, which all give the same name; one whose run has failed does not wait."""
