@@ -21,7 +21,7 @@ from lightning_recsys.embeddings.kernels import KernelName, TableLayout
 from lightning_recsys.embeddings.sparse_features import SparseFeatures, bags_cover_ids, ids_are_inside
 from lightning_recsys.embeddings.ticket import Ticket
 from lightning_recsys.optim import RowOptimizer, RowWiseAdagrad
-from lightning_recsys.optim.torch_rules import base_lr
+from lightning_recsys.optim.torch_rules import base_lr, leave_out
 
 
 class EmbeddingOptions(TypedDict, total=False):
@@ -319,6 +319,9 @@ class EmbeddingBagCollection(nn.Module):
         ``optimizer.zero_grad()`` drops them, as it does dense gradients. A later call follows the new optimizer, as a
         second ``fit`` of the same module needs.
 
+        The rows' own parameters, which ``module.parameters()`` has while they are in this process, are taken out of the
+        optimizer: checkpoints of it so fit wherever the rows are.
+
         Schedulers that are made later know the rows' group. One that was made before could not bear another group: the
         rows' learning rate is then scaled as that of one of its groups is.
 
@@ -328,10 +331,12 @@ class EmbeddingBagCollection(nn.Module):
             group: Place of the parameter group to follow, where the rows have none of their own.
             takes_rate: Whether that group's learning rate is the rows' own, whatever their rule says.
         """
+        leave_out(optimizer, self.embedding_bags.parameters())
         self._group_index = group if takes_rate else None
         has_scheduler = any("initial_lr" in x for x in optimizer.param_groups)  # which schedulers note
         if own_group and not takes_rate and not has_scheduler:
-            optimizer.add_param_group({"params": [], "lr": self.optimizer.lr})
+            names: dict[str, Any] = {"param_names": []} if "param_names" in optimizer.param_groups[0] else {}
+            optimizer.add_param_group({"params": [], "lr": self.optimizer.lr, **names})
             self._group_index = len(optimizer.param_groups) - 1
         self._scaling_group = group
         self._rate_when_attached = base_lr(optimizer.param_groups[group])

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import MISSING, asdict, fields
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from lightning_recsys.optim.row_optimizers import RowAdagrad, RowAdam, RowOptimizer, RowSGD, RowWiseAdagrad
@@ -63,6 +64,47 @@ def nearest_rule(optimizer: Optimizer, group: Mapping[str, Any]) -> RowOptimizer
 def base_lr(group: Mapping[str, Any]) -> float:
     """The learning rate that a group was given; schedulers note it, and OneCycleLR the rate that it rises to."""
     return float(group.get("max_lr", group.get("initial_lr", group.get("lr", 0.0))))
+
+
+def leave_out(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> None:
+    """Take parameters that somebody else trains out of an optimizer, with the state that it may have made for them.
+
+    State dicts of the optimizer from before, which have them, are loaded without what they have of these.
+
+    >>> rows, dense = torch.nn.Parameter(torch.zeros(9)), torch.nn.Parameter(torch.zeros(3))
+    >>> optimizer = torch.optim.Adagrad([rows, dense])
+    >>> before = optimizer.state_dict()
+    >>> leave_out(optimizer, [rows])
+    >>> optimizer.param_groups[0]["params"] == [dense], len(optimizer.state)
+    (True, 1)
+    >>> optimizer.load_state_dict(before)
+    """
+    unwanted = set(parameters)
+    places = [{i for i, x in enumerate(group["params"]) if x in unwanted} for group in optimizer.param_groups]
+    if not any(places):
+        return
+
+    def without(group: Mapping[str, Any], places: Container[int]) -> dict[str, Any]:
+        lists = {"params", "param_names"} & group.keys()
+        return {**group, **{name: [x for i, x in enumerate(group[name]) if i not in places] for name in lists}}
+
+    for group, here in zip(optimizer.param_groups, places, strict=True):
+        kept = without(group, here)
+        group["params"][:] = kept.pop("params")  # in place: LBFGS has this list as well
+        group.update(kept)
+    for parameter in unwanted:
+        optimizer.state.pop(parameter, None)
+
+    def load_without(optimizer: Optimizer, saved: dict[str, Any]) -> None:
+        groups = list(saved["param_groups"])
+        for index, (group, own, here) in enumerate(zip(groups, optimizer.param_groups, places, strict=False)):
+            if len(group["params"]) > len(own["params"]):
+                groups[index] = without(group, here)
+        known = {number for group in groups for number in group["params"]}
+        state = {number: values for number, values in saved["state"].items() if number in known}
+        saved.update(param_groups=groups, state=state)
+
+    optimizer.register_load_state_dict_pre_hook(load_without)
 
 
 def written(rule: RowOptimizer) -> str:

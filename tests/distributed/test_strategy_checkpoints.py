@@ -183,6 +183,30 @@ def test_folder_when_two_modules_share_a_collection_then_has_the_keys_of_both(tm
     assert alone.global_step == STEPS + 1
 
 
+class AllParameters(CTRTask):
+    """Its optimizer is given all that ``parameters()`` has, which is more where the rows are in the process."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        optimizer = torch.optim.Adam(self.parameters(), lr=0.01)
+        for collection in (x for x in self.modules() if isinstance(x, EmbeddingBagCollection)):
+            collection.attach_to(optimizer)
+        return optimizer
+
+
+@pytest.mark.filterwarnings("ignore:The dirpath has changed")  # a run that goes on elsewhere, on purpose
+def test_optimizer_when_it_was_given_all_parameters_then_its_state_fits_wherever_the_rows_are(tmp_path):
+    def served() -> HETStrategy:
+        return HETStrategy(algorithm="hybrid", table_placement="size")
+
+    for number, strategy in enumerate(("auto", served(), "auto")):
+        saving = ModelCheckpoint(tmp_path / str(number), filename="last")
+        plugins = [FolderCheckpointIO()] if strategy == "auto" else []
+        trainer = make_trainer(strategy, saving, devices=1, max_steps=STEPS + number, plugins=plugins)
+        before = {"ckpt_path": tmp_path / str(number - 1) / "last.ckpt"} if number else {}
+        trainer.fit(AllParameters(make_task().model), datamodule=make_data(), **before)
+        assert trainer.global_step == STEPS + number
+
+
 @pytest.mark.parametrize("average", [WeightAveraging, partial(StochasticWeightAveraging, 0.01, 1)], ids=["mean", "swa"])
 @pytest.mark.filterwarnings("ignore:.*Swapping scheduler")
 def test_folder_with_an_average_when_resumed_on_a_single_device_then_every_copy_has_the_rows(tmp_path, average):

@@ -224,6 +224,24 @@ def test_attach_when_gradients_accumulate_then_one_update_of_the_joined_batch():
         torch.testing.assert_close(accumulated.state_dict()[key], value)
 
 
+def test_attach_when_the_optimizer_was_given_the_rows_then_it_has_them_no_more_and_loads_what_had_them():
+    def optimizer_of(module):
+        return torch.optim.Adagrad(module.named_parameters(), lr=0.5)
+
+    module = torch.nn.ModuleDict({"rows": collection(optimizer=RowAdam()), "head": torch.nn.Linear(2, 1)})
+    before, optimizer, head = optimizer_of(module), optimizer_of(module), module["head"]
+    before.add_param_group({"params": [], "param_names": [], "lr": 0.1})  # for the rate of the rows
+    before.state[head.bias]["sum"].fill_(7.0)
+    module["rows"].attach_to(optimizer)
+    assert optimizer.param_groups[0]["param_names"] == ["head.weight", "head.bias"]
+    assert [len(group["params"]) for group in optimizer.param_groups] == [2, 0]
+    optimizer.load_state_dict(before.state_dict())
+    assert set(optimizer.state) == set(head.parameters())
+    assert optimizer.state[head.bias]["sum"] == 7.0
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert optimizer.state[head.bias]["sum"] == 7.0
+
+
 def test_attach_when_a_second_optimizer_comes_then_it_is_followed():
     module, first = attached()
     second = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
