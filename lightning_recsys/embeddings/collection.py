@@ -322,8 +322,8 @@ class EmbeddingBagCollection(nn.Module):
         The rows' own parameters, which ``module.parameters()`` has while they are in this process, are taken out of the
         optimizer: checkpoints of it so fit wherever the rows are.
 
-        Schedulers that are made later know the rows' group. One that was made before could not bear another group: the
-        rows' learning rate is then scaled as that of one of its groups is.
+        Schedulers that are made later know the rows' group. One that was made before could not bear another group, nor
+        could LBFGS: the rows' learning rate is then scaled as that of one of its groups is.
 
         Args:
             optimizer: The dense optimizer to follow.
@@ -334,7 +334,8 @@ class EmbeddingBagCollection(nn.Module):
         leave_out(optimizer, self.embedding_bags.parameters())
         self._group_index = group if takes_rate else None
         has_scheduler = any("initial_lr" in x for x in optimizer.param_groups)  # which schedulers note
-        if own_group and not takes_rate and not has_scheduler:
+        takes_groups = not has_scheduler and not isinstance(optimizer, torch.optim.LBFGS)
+        if own_group and not takes_rate and takes_groups:
             names: dict[str, Any] = {"param_names": []} if "param_names" in optimizer.param_groups[0] else {}
             optimizer.add_param_group({"params": [], "lr": self.optimizer.lr, **names})
             self._group_index = len(optimizer.param_groups) - 1

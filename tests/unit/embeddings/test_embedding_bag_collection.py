@@ -279,6 +279,24 @@ def test_rate_when_attached_without_a_group_then_it_is_scaled_as_the_first_group
         scheduler.step(*([1.0] if rates[0] == 2 else []))
 
 
+def test_attach_when_the_optimizer_is_lbfgs_then_its_one_group_is_followed_and_the_last_gradient_counts():
+    module, dense = collection(optimizer=RowSGD(2.0)), torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.LBFGS([dense], lr=0.1, max_iter=3)
+    module.attach_to(optimizer)
+    before, losses = weights(module)["embedding_bags.users.weight"], []
+
+    def closure():
+        optimizer.zero_grad()
+        losses.append(dense.square().sum() + module(ids([0], [1], [0]))[0, 0].sum())
+        losses[-1].backward()
+        return losses[-1]
+
+    optimizer.param_groups[0]["lr"] = 0.05
+    optimizer.step(closure)
+    assert (len(optimizer.param_groups), module.lr, len(losses)) == (1, 1.0, 3)
+    torch.testing.assert_close(weights(module)["embedding_bags.users.weight"][0], before[0] - 1)
+
+
 @pytest.mark.parametrize(
     ("make", "rates"),
     [
