@@ -6,8 +6,8 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -40,6 +40,16 @@ _ALL = 1 << 31  # values of the vocabularies; more do not fit into their tables
 _PATIENCE = 2.0  # seconds until a progress bar is shown
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _PredictedRows:
+    raw_format: TabularFormat
+    column: str | None
+
+    def __iter__(self) -> Iterator[pa.Array]:
+        for path in self.raw_format.files("predict"):
+            yield from self.raw_format.good_rows(path, self.column)
 
 
 class TabularDataModule(PreparedReader):
@@ -256,19 +266,19 @@ class TabularDataModule(PreparedReader):
                 found[name] = unknown / max(total, 1)
         return found
 
-    def predicted_rows(self, column: str | None = None) -> Iterator[pa.Array]:
+    def predicted_rows(self, column: str | None = None) -> Iterable[pa.Array]:
         """The identifiers of the rows that are predicted, in their order and some at a time.
+
+        They are read anew by each iteration, in any process.
 
         Args:
             column: A column of their files, as strings; ``None`` for the number of each row in its file, from 1.
 
         Raises:
-            ValueError: the schema names no files to predict, a file has no such column, or a row is bad and such rows
-                are errors.
+            ValueError: of the iteration, if the schema names no files to predict, a file has no such column, or a row
+                is bad and such rows are errors.
         """
-        raw_format = self._format("predict")
-        for path in raw_format.files("predict"):
-            yield from raw_format.good_rows(path, column)
+        return _PredictedRows(self._format("predict"), column)
 
     def _format(self, origin: Split) -> TabularFormat:
         labelled = origin != "predict"

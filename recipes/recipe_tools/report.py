@@ -124,10 +124,11 @@ def print_predictions(path: str, num_rows: int, datamodule: Any) -> None:
     table = Table(title=f"{num_rows:,} predictions in {escape(path)}", title_justify="left", show_header=False)
     table.add_column(style="bold", overflow="fold")
     table.add_column(justify="right", overflow="fold")
+    split = datamodule.predicted_split
+    unknown = unknown_ids(datamodule, [split]).get(split, {})  # where a worker has read the rows, this opens them here
     for about, account in rows_of_files(getattr(datamodule, "rows_read", {})):
         table.add_row(escape(about), account)
-    split = datamodule.predicted_split
-    for column, share in unknown_ids(datamodule, [split]).get(split, {}).items():
+    for column, share in unknown.items():
         table.add_row(f"Ids of {escape(column)} unknown to training", f"{share:.1%}")
     if table.row_count:
         console().print(table)

@@ -16,6 +16,8 @@ from datetime import timedelta
 from multiprocessing import forkserver
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import pytorch_lightning as pl
 import torch
@@ -26,10 +28,14 @@ from pytorch_lightning.loggers import CSVLogger
 from torch import nn
 from torch.multiprocessing.spawn import ProcessExitedException
 
+from lightning_recsys.callbacks import PredictionWriter
+from lightning_recsys.data import TabularDataModule
 from lightning_recsys.launchers import ForkserverLauncher
 from lightning_recsys.launchers.loopback import join_store, keep_store
 from lightning_recsys.launchers.processes import fork_server_context
+from lightning_recsys.models import LogisticRegression
 from lightning_recsys.strategies import ForkserverDDPStrategy
+from lightning_recsys.tasks import CTRTask
 
 pytestmark = [
     pytest.mark.distributed,
@@ -318,6 +324,28 @@ class ManyLoaders(Regression):
 
 def test_predictions_when_not_wanted_then_none_come_back(tmp_path):
     assert make_trainer(tmp_path).predict(Regression(), Batches(4), return_predictions=False) is None
+
+
+@pytest.mark.parametrize("told_apart", [True, False])
+def test_predictions_when_a_worker_writes_them_then_the_rows_travel_there_and_their_number_comes_back(
+    tmp_path, told_apart
+):
+    """As where rows that were made in training are loaded by the run's own strategy."""
+    data = TabularDataModule.from_frame(
+        pa.table({"click": [0, 1] * 10, "user": [f"u{row}" for row in range(20)]}),
+        schema={"label": "click", "categorical": ["user"]},
+        predict=pa.table({"user": [f"u{row}" for row in range(17)]}),
+        cache=tmp_path / "cache",
+        batch_size=5,
+    )
+    data.setup("fit")
+    task = CTRTask(LogisticRegression(data.num_dense, data.fields))
+    writer = PredictionWriter(tmp_path / "out.parquet", data.predicted_rows("user") if told_apart else None)
+    trainer = make_trainer(tmp_path, devices=1, callbacks=[writer])
+    trainer.predict(task, datamodule=data, return_predictions=False)
+    assert writer.num_rows == 17
+    rows = pq.read_table(tmp_path / "out.parquet")["row"].to_pylist()
+    assert rows == ([f"u{row}" for row in range(17)] if told_apart else list(range(1, 18)))
 
 
 # --- Errors ----------------------------------------------------------------------------------------------------------

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-from itertools import count
 from pathlib import Path
 
-import pyarrow as pa
 from hydra.utils import get_object
 from omegaconf import DictConfig
 from pytorch_lightning.callbacks import ProgressBar
@@ -31,8 +29,6 @@ from lightning_recsys.data import TabularDataModule
 from lightning_recsys.data.files import find_files
 from lightning_recsys.runtime import configure_worker
 from lightning_recsys.tasks import CTRTask, LinkPredictionTask, NodeClassificationTask, load_for_prediction
-
-NUMBERS = 1 << 16  # of rows that are made at a time
 
 log = logging.getLogger("predict")
 
@@ -83,11 +79,11 @@ def predict(config: Config) -> None:
     else:
         task = load_for_prediction(build_task(without_tables(config), datamodule), config["checkpoint"])
         arguments = {"strategy": "auto"}
+    rows = None
     if config["rows"] is not None:
-        rows, name = datamodule.predicted_rows(config["id"]), config["id"] or "row"
-    else:
-        rows, name = (pa.array(range(start, start + NUMBERS)) for start in count(1, NUMBERS)), "row"
-    writer = PredictionWriter(config["out"], rows, columns=(name, "prediction"))
+        rows = datamodule.predicted_rows(config["id"])
+        next(iter(rows), None)  # a column that is not there is told here, and not by a worker
+    writer = PredictionWriter(config["out"], rows, columns=(config["id"] or "row", "prediction"))
     bars = [callback for callback in build_callbacks(config) if isinstance(callback, ProgressBar)]
     trainer = build_trainer(
         config,

@@ -103,7 +103,7 @@ def test_prediction_when_no_file_is_named_for_it_then_is_of_the_test_rows(tmp_pa
     assert data.predicted_split == "test"
     assert len(data.predict_dataloader()) == 1
     with pytest.raises(ValueError, match=r"schema\.files has no predict"):
-        next(data.predicted_rows())
+        next(iter(data.predicted_rows()))
 
 
 def test_writer_when_it_cannot_then_says_so_and_leaves_nothing(tmp_path):
