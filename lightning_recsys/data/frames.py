@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Collection, Iterator, Mapping
@@ -103,6 +104,9 @@ def _reader(frame: Any) -> pa.RecordBatchReader:
     try:
         if hasattr(frame, "with_format") and hasattr(frame, "iter"):
             return _reader_of_batches(_in_arrow(frame).iter(batch_size=_BATCH_ROWS))
+        if (pandas := sys.modules.get("pandas")) is not None and isinstance(frame, pandas.DataFrame):
+            named = any(name is not None for name in frame.index.names)  # a range of numbers is left out otherwise
+            return pa.Table.from_pandas(_in_words(frame), preserve_index=named or None).to_reader()
         if hasattr(frame, "__arrow_c_stream__"):
             return pa.RecordBatchReader.from_stream(frame)
         if hasattr(frame, "__dataframe__"):
@@ -118,6 +122,17 @@ def _reader(frame: Any) -> pa.RecordBatchReader:
         "from_frame takes a table of pandas, polars, PyArrow, Hugging Face's datasets or another library that has "
         f"__arrow_c_stream__ or __dataframe__, got {type(frame).__name__}."
     )
+
+
+def _in_words(frame: Any) -> Any:
+    """A frame of pandas whose intervals, as ``pandas.cut`` makes them, and periods are words, as its CSV has them."""
+    kinds = [getattr(kind.categories, "dtype", None) if kind.name == "category" else kind for kind in frame.dtypes]
+    places = [i for i, kind in enumerate(kinds) if str(kind).startswith(("interval", "period"))]
+    if places:
+        frame = frame.copy(deep=False)
+    for i in places:
+        frame.isetitem(i, frame.iloc[:, i].astype("string"))
+    return frame
 
 
 def _in_arrow(dataset: Any) -> Any:

@@ -211,6 +211,38 @@ def test_frame_when_it_has_an_index_then_that_is_a_column_where_it_says_somethin
     assert batch(data).sparse.values.tolist() == batch(of_text(rows(), tmp_path, **schema)).sparse.values.tolist()
 
 
+def test_frame_when_its_index_is_a_range_then_that_is_a_column_where_it_has_a_name(tmp_path):
+    frame = pd.DataFrame({"clicked": [0, 1] * 3})
+    levels = pd.MultiIndex.from_arrays([range(6), list("abcabc")], names=["row", "shop"])
+    for index, columns in (
+        (pd.RangeIndex(6), ["clicked"]),
+        (pd.RangeIndex(3, 9, name="row"), ["clicked", "row"]),
+        (levels, ["clicked", "row", "shop"]),
+    ):
+        file = frame_file(frame.set_axis(index), tmp_path)
+        with pa.ipc.open_file(file) as reader:
+            assert reader.schema.names == columns
+            table = reader.read_all().to_pandas()
+        for name in columns[1:]:
+            assert table[name].tolist() == index.get_level_values(name).tolist()
+
+
+def test_frame_when_it_has_intervals_or_periods_then_they_are_the_words_of_its_text(tmp_path):
+    frame = pd.DataFrame({"clicked": [0, 1] * 6, "price": [*range(11), None]})
+    frame["bin"] = pd.cut(frame["price"], [-1, 3, 7, 11])
+    frame["span"] = frame["bin"].astype(pd.IntervalDtype("float64", "right"))
+    frame["month"] = pd.period_range("2026-01", periods=12, freq="M")
+    frame.to_csv(tmp_path / "rows.csv", index=False)
+    schema = {"label": "clicked", "categorical": ["bin", "span", "month"], "split": {"validation": 0, "test": 0}}
+    data = TabularDataModule.from_frame(frame, schema=schema, cache=tmp_path / "cache")
+    text = TabularDataModule(schema=schema | {"files": "rows.csv"}, root=tmp_path, cache=tmp_path / "cache")
+    rows = torch.arange(12)
+    assert data.rows("train").take(rows).sparse.values.equal(text.rows("train").take(rows).sparse.values)
+    assert "(3.0, 7.0]" in data.encoding.vocabularies["bin"].to_pylist()
+    guessed = TabularDataModule.from_frame(frame, label="clicked", cache=tmp_path / "cache")
+    assert guessed.schema.label.column == "clicked"
+
+
 def test_frame_when_it_is_none_or_has_a_column_of_several_types_then_says_so(tmp_path):
     with pytest.raises(TypeError, match=r"__arrow_c_stream__ or __dataframe__, got dict"):
         TabularDataModule.from_frame({"clicked": [1]}, cache=tmp_path)
