@@ -59,6 +59,7 @@ def main(arguments: list[str] | None = None) -> int:
     Returns:
         The exit status.
     """
+    open_what_is_closed()
     try:
         try:
             return run_command(*((sys.argv[1:] if arguments is None else arguments) or ["--help"]))
@@ -68,6 +69,16 @@ def main(arguments: list[str] | None = None) -> int:
         if not nobody_reads():
             raise
         return 128 + signal.SIGPIPE
+
+
+def open_what_is_closed() -> None:
+    """Open the standard streams that this process was started without, as by ``>&-``, at what holds nothing.
+
+    Else writing to them fails, and the next file or socket that is opened has their descriptor.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 - until the process ends
 
 
 def nobody_reads() -> bool:

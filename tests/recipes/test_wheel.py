@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -166,6 +167,16 @@ def test_help_when_its_reader_has_ended_then_ends_without_a_traceback(arguments,
     process.stdout.close()
     assert (process.stderr.read(), process.wait()) == ("", 128 + signal.SIGPIPE)
     process.stderr.close()
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr", "stdin"])
+def test_command_when_started_without_a_stream_then_its_status_is_the_usual_one(stream, tmp_path):
+    number = ("stdin", "stdout", "stderr").index(stream)
+    words = f"{shlex.quote(sys.executable)} -m lightning_recsys"
+    closed = f"{number}{'<' if stream == 'stdin' else '>'}&-"
+    for arguments, status in (("--version", 0), ("trian", 2), (f"versions {shlex.quote(str(tmp_path))}", 1)):
+        done = subprocess.run(["sh", "-c", f"{words} {arguments} {closed}"], capture_output=True, text=True)
+        assert (done.returncode, "Traceback" in done.stderr) == (status, False)
 
 
 def test_broken_pipe_when_it_is_not_that_of_the_output_then_is_raised(monkeypatch):
