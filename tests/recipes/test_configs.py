@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import pytorch_lightning as pl
 import torch
+import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
@@ -40,6 +41,7 @@ from lightning_recsys.errors import DamagedCheckpointError
 from lightning_recsys.tasks import NodeClassificationTask
 
 OWNER = {"suite": "benchmark", "cluster": "simulate", "figure": "simulate"}  # groups of other recipes than train
+DOCS = CONF.parent / "docs"
 ROOTS = (CONF, CONF / "prepare")  # each is a configuration folder of its own
 LEAVES = sorted(
     (root.relative_to(CONF.parent).as_posix(), path.relative_to(root).with_suffix("").as_posix())
@@ -88,6 +90,23 @@ def test_what_the_files_name_of_the_package_when_looked_up_then_is_there():
     assert "lightning_recsys.stores.DynamicRows" in names
     for name in names:
         pkgutil.resolve_name(name)  # raises where it is not
+
+
+def settings_of(page):
+    """The settings that a page has in tables."""
+    rows = re.findall(r"^\| (?:setting|option).*\n\|[-| ]+\n((?:\|.*\n)+)", page.read_text(), re.MULTILINE)
+    first = (row.split("|")[1] for table in rows for row in table.splitlines())
+    return {name for cell in first for name in re.findall(r"`([\w.]+)`", cell)}
+
+
+@pytest.mark.parametrize("strategy", ["shadowsync", "het", "async_ps", "des", "hierarchical"])
+def test_settings_when_a_page_names_them_then_the_command_line_takes_them_without_a_plus(strategy):
+    written = {*yaml.safe_load((CONF / f"strategy/{strategy}.yaml").read_text())["strategy"]} - {"_target_"}
+    named = settings_of(DOCS / f"settings/{strategy}.md") - {"trainer.devices"}
+    of_every_strategy = settings_of(DOCS / "machines.md") | {"prefetch"}
+    assert "num_embedding_servers" in named or strategy == "des"
+    assert named <= written
+    assert written <= named | of_every_strategy
 
 
 @pytest.fixture
