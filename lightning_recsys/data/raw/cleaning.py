@@ -183,9 +183,15 @@ class _Parser:
         return np.where(np.isfinite(numbers), numbers, np.nan)
 
     def _stand_for_missing(self, numbers: Numbers) -> NDArray[np.bool_]:
-        """Which numbers are those of a word under ``missing``, as -1 may be, or not a number where that has nan."""
+        """Which numbers are those of a word under ``missing``, as -1 may be, or not a number where that has nan.
+
+        A column in 32 bits has -9.9 as the number next to it in 32 bits.
+        """
         words = {word.lower() for word in self.table.missing}
-        found = np.isin(numbers, [float(word) for word in words if is_number(word)])
+        stand = np.array([float(word) for word in words if is_number(word)])
+        if pa.types.is_float32(self.values.type):
+            stand = stand.astype(np.float32)
+        found = np.isin(numbers, stand.astype(np.float64))
         return found | (np.isnan(numbers) & ("nan" in words))
 
     def times(self) -> Numbers:

@@ -202,6 +202,15 @@ def test_typed_values_when_a_number_stands_for_a_missing_one_then_it_does_in_eve
             assert sparse.values.equal(batch.sparse.values)
 
 
+def test_typed_values_when_a_fraction_stands_for_a_missing_one_then_it_does_in_32_bits_too(tmp_path):
+    ages = pa.array([-9.9, 0.5, 2.0, -9.9], pa.float32())
+    pq.write_table(pa.table({"click": [0, 1] * 2, "age": ages}), tmp_path / "rows.parquet")
+    schema = {"files": "rows.parquet", "label": "click", "dense": {"age": {"standardize": False}}}
+    schema |= {"missing": [-9.9], "split": {"validation": 0, "test": 0}}
+    data = TabularDataModule(schema=schema, root=tmp_path, cache=tmp_path / "cache")
+    assert data.rows("train").take(torch.arange(4)).dense.flatten().tolist() == [1.25, 0.5, 2, 1.25]
+
+
 GERMAN = {
     "separator": ";",
     "decimal": ",",
