@@ -13,6 +13,8 @@ from lightning_recsys.launchers.sidecars import SHARED_MEMORY
 from lightning_recsys.parameter_server.waiting import turns
 from lightning_recsys.strategies.hierarchical.draining import WANTED, GroupState
 
+NONE_HERE = "no groups of Hierarchical Training run on this machine"
+
 Group = dict[Path, GroupState]
 """The folders of a group's servers, with what each tells."""
 
@@ -110,6 +112,8 @@ def _wait(group: Group, *, drained: bool, timeout: float) -> None:
 def _choose(runs: dict[str, dict[int, Group]], name: str | None) -> str:
     if name is not None and name in runs:
         return name
+    if not runs:
+        raise ValueError(NONE_HERE)
     if name is not None or len(runs) != 1:
         raise ValueError(f"name one of the runs of this machine with --run: {sorted(runs)}.")
     return next(iter(runs))
@@ -138,4 +142,4 @@ def _listed(runs: dict[str, dict[int, Group]]) -> str:
         for run, groups in runs.items()
         for number, group in sorted(groups.items())
     ]
-    return "".join(lines) or "no groups of Hierarchical Training run on this machine\n"
+    return "".join(lines) or f"{NONE_HERE}\n"

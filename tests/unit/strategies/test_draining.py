@@ -124,6 +124,14 @@ def test_command_when_it_cannot_be_meant_then_says_why(run, capsys, arguments, r
     assert not any((x / WANTED).exists() for x in run.folders.values())
 
 
+@pytest.mark.parametrize("arguments", [["drain", "0"], ["rejoin", "0", "--run", "lightning_recsys-1-gone"]])
+def test_command_when_no_run_is_there_then_says_so(tmp_path, capsys, arguments):
+    assert cli.main(["--store-folder", str(tmp_path), *arguments]) == 1
+    assert capsys.readouterr().err == (
+        "lightning-recsys groups: no groups of Hierarchical Training run on this machine\n"
+    )
+
+
 def test_command_when_groups_average_among_themselves_then_none_can_be_drained(run, capsys):
     for number, folder in run.folders.items():
         GroupState(number // 2, 2, False, nets=2).write(folder)
