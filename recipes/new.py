@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import keyword
+import shlex
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,7 +31,7 @@ def main() -> None:
     if name in sys.stdlib_module_names or name in ("tests", "conf", "train") or find_spec(name) is not None:
         parser.error(f"{name!r} is the name of another module. Choose one that is not taken, such as my_{name}.")
     written = write_project(folder)
-    sys.stdout.write(f"Wrote {folder}: {', '.join(written)}.\nNext:\n  cd {folder}\n")
+    sys.stdout.write(f"Wrote {folder}: {', '.join(written)}.\nNext:\n  cd {shlex.quote(str(folder))}\n")
     sys.stdout.write(f"  lightning-recsys train --config-dir=conf --config-name={name}\n")
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import csv
 import json
 import re
+import shlex
 import sys
 
 import numpy as np
@@ -40,6 +41,11 @@ def test_schema_command_writes_a_schema_and_nothing_else(own_rows):
     assert list(schema["categorical"]) == ["user"]
     assert {path.name for path in folder.iterdir()} >= {"clicks.csv", "clicks.yaml"}
     assert not list(folder.rglob("*.log"))
+
+
+def test_schema_command_when_its_path_has_a_space_then_the_command_that_it_prints_can_be_copied(own_rows, run_forked):
+    done = run_forked("prepare.py", "schema", "raw=clicks.csv", "out=my clicks.yaml", folder=own_rows[0])
+    assert shlex.split(done.stdout.splitlines()[-1])[3] == "data.schema=my clicks.yaml"
 
 
 def test_schema_command_keeps_a_schema_that_is_there_and_says_where_it_cannot_write(own_rows):

@@ -75,15 +75,15 @@ def test_progress_bar_when_it_never_appears_then_writes_nothing():
 
 def test_command_line_when_given_raw_text_then_writes_shards_and_says_what_came_of_it(run_forked, tmp_path, raw):
     done = run_forked(
-        "prepare.py", "data=criteo", f"raw={tmp_path}/day_*.gz", "out=rows", "split.validation=null", folder=tmp_path
+        "prepare.py", "data=criteo", f"raw={tmp_path}/day_*.gz", "out=my rows", "split.validation=null", folder=tmp_path
     )
     assert done.returncode == 0, done.stderr
     assert not done.stderr
     assert "400 rows" in done.stdout
-    assert "Train: python recipes/train.py data=prepared data.root=rows" in done.stdout
-    splits = json.loads((tmp_path / "rows/manifest.json").read_text())["splits"]
+    assert "Train: python recipes/train.py data=prepared 'data.root=my rows'" in done.stdout
+    splits = json.loads((tmp_path / "my rows/manifest.json").read_text())["splits"]
     assert splits["train"]["rows"] + splits["test"]["rows"] == 400
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["day_0.gz", "rows"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["day_0.gz", "my rows"]
 
 
 def test_command_line_when_a_row_is_bad_then_ends_with_a_sentence(composed, tmp_path, capsys):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -35,4 +36,5 @@ def run(cfg: DictConfig) -> None:
     show_guess(guessed)
     log.info("Wrote %s. Look it over: a remark says why each column is where it is. Then train:", out)
     training_rows = (guessed.num_rows or 0) * (1 - guessed.share("validation") - guessed.share("test"))
-    log.info("  %s", " ".join([command("train"), "data=tabular", f"data.schema={out}", *first_run(training_rows)]))
+    words = ["data=tabular", f"data.schema={out}", *first_run(training_rows)]
+    log.info("  %s %s", command("train"), shlex.join(words))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
@@ -101,4 +102,5 @@ def print_manifest(manifest: Manifest, root: Path) -> None:
         output.print(
             f"Vocabularies hold values of at least {learned['min_count']} rows only: max_vocabulary was reached."
         )
-    output.print(f"Train: {command('train')} data=prepared data.root={root}", markup=False, soft_wrap=True)
+    words = shlex.join(["data=prepared", f"data.root={root}"])
+    output.print(f"Train: {command('train')} {words}", markup=False, soft_wrap=True)
