@@ -1,13 +1,15 @@
-"""What to say after Hydra refused an override: the wrong name, the nearest right ones, all that are allowed."""
+"""What to say after Hydra ended the program: the wrong name of an override and the right ones, or a folder's."""
 
 from __future__ import annotations
 
 import argparse
 import re
 import sys
+import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +47,10 @@ OmegaConf.register_new_resolver("choices", choices, replace=True)
 
 @contextmanager
 def explained_overrides(config_name: str, *, config_dir: Path = CONFIG_DIR) -> Iterator[None]:
-    """Around a Hydra main: where Hydra ends the program over an override, name the allowed ones after its message."""
+    """Around a Hydra main: where Hydra ends the program over an override, name the allowed ones after its message.
+
+    Where it cannot make the run's folder, say so, and how another one is chosen.
+    """
     try:
         yield
     except SystemExit as stop:
@@ -53,7 +58,29 @@ def explained_overrides(config_name: str, *, config_dir: Path = CONFIG_DIR) -> I
             sys.stderr.writelines(
                 f"\n{line}\n" for line in explain(sys.argv[1:], config_name=config_name, config_dir=config_dir)
             )
+            _tell_of_folder(stop.__context__)
         raise
+    except OSError as error:  # of a sweep's folder, which Hydra makes where it ends no program
+        if not _tell_of_folder(error):
+            raise
+        sys.exit(1)
+
+
+def _tell_of_folder(error: BaseException | None) -> bool:
+    """Say so, where Hydra failed to make the folder of a run or a sweep."""
+    if not isinstance(error, OSError):
+        return False
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if not any(
+        after.f_code.co_name == "mkdir" and frame.f_globals["__name__"].startswith("hydra.")
+        for frame, after in pairwise(frames)
+    ):
+        return False
+    sys.stderr.write(
+        f"\n{error.filename} cannot be made: {error.strerror}. A run writes to a folder of its own, in logs/ where it"
+        " was started. Choose another place: paths.logs=FOLDER, or hydra.run.dir=FOLDER for this run alone.\n"
+    )
+    return True
 
 
 def explain(arguments: Sequence[str], *, config_name: str, config_dir: Path = CONFIG_DIR) -> list[str]:

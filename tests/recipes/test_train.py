@@ -322,6 +322,19 @@ def test_wrong_override_on_the_command_line_says_what_is_allowed(run_forked, tmp
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("arguments", [(), ("-m", "model=lr,fm")])
+def test_folder_of_runs_when_it_cannot_be_made_then_a_sentence_says_how_to_choose_another(
+    run_forked, tmp_path, arguments
+):
+    (tmp_path / "file").touch()
+    done = run_forked("train.py", *arguments, f"paths.logs={tmp_path / 'file'}", folder=tmp_path)
+    assert done.returncode == 1
+    said = done.stderr.splitlines()[-1]
+    assert said.startswith(str(tmp_path / "file"))
+    assert " cannot be made: Not a directory. " in said
+    assert "Choose another place: paths.logs=FOLDER" in said
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
