@@ -88,7 +88,7 @@ def explain(arguments: Sequence[str], *, config_name: str, config_dir: Path = CO
     parser = OverridesParser.create()
     overrides: list[Override] = []
     for argument in arguments:
-        if "=" in argument and not argument.startswith("-"):
+        if ("=" in argument or argument.startswith("~")) and not argument.startswith("-"):
             try:
                 overrides.append(parser.parse_override(argument))
             except HydraException:  # not in Hydra's grammar: its own message points at the character
@@ -96,18 +96,16 @@ def explain(arguments: Sequence[str], *, config_name: str, config_dir: Path = CO
     own_dir, config_name = _own_configurations(arguments, config_name)
     with _search_path(config_dir, own_dir):
         groups = GlobalHydra.instance().config_loader()
+        named = config_name if (config_dir / f"{config_name}.yaml").is_file() else "train"
+        needed = _needed_groups(named, config_dir)
         messages, chosen, values = [], [], []
         for override in overrides:
             options = groups.get_group_options(override.key_or_group)
-            choices = _choices(override)
-            unknown = [leaf for choice in choices for leaf in choice if leaf not in options]
             if not options:
                 values.append(override)
-            elif None in _written(override) and not override.is_delete():
-                messages.append(_null(override.key_or_group, options))
-            elif unknown:
-                messages.append(_message(f"{override.key_or_group}={unknown[0]}", unknown[0], options))
-            elif choices:
+            elif wrong := _wrong_choice(override, options, is_needed=override.key_or_group in needed):
+                messages.append(wrong)
+            elif choices := _choices(override):
                 first = ",".join(choices[0])
                 value = f"[{first}]" if len(choices[0]) > 1 else first
                 chosen.append(f"{override.get_key_element()}={value}")
@@ -115,7 +113,6 @@ def explain(arguments: Sequence[str], *, config_name: str, config_dir: Path = CO
             config = compose(config_name, overrides=chosen, return_hydra_config=True)
         except HydraException:  # a group that this config does not choose from: Hydra's own message says so
             return messages
-        named = config_name if (config_dir / f"{config_name}.yaml").is_file() else "train"
         names = {*map(str, config), *groups_of(named, config_dir)} - {"hydra"}
     messages += [message for override in values if (message := _unknown_key(config, override, names))]
     return messages
@@ -156,8 +153,31 @@ def _written(override: Override) -> list[Any]:
     return [*override.sweep_string_iterator()] if override.is_sweep_override() else [value]
 
 
-def _null(group: str, options: Iterable[str]) -> str:
-    return f"{group}=null: a group takes names, and [] for none of them.\nAllowed: {', '.join(sorted(options))}, []"
+def _needed_groups(config_name: str, config_dir: Path) -> set[str]:
+    """The groups without which a primary config is none: it chooses a file of each, and has nothing in their places."""
+    content = OmegaConf.load(config_dir / f"{config_name}.yaml")
+    entries = [entry for entry in content.get("defaults", []) if isinstance(entry, DictConfig)]
+    return {str(group) for entry in entries for group, leaf in entry.items() if leaf is not None} - set(content)
+
+
+def _wrong_choice(override: Override, options: Sequence[str], *, is_needed: bool) -> str | None:
+    """The complaint about the choice of a group, if it is wrong."""
+    group, choices = override.key_or_group, _choices(override)
+    if override.is_delete():
+        allowed = ", ".join(sorted(options))
+        return f"~{group}: nothing runs without one. Choose another.\nAllowed: {allowed}" if is_needed else None
+    if None in _written(override):
+        return f"{group}=null: a group takes names, and [] for none of them.\nAllowed: {', '.join(sorted(options))}, []"
+    unknown = [leaf for choice in choices for leaf in choice if leaf not in options]
+    if unknown:
+        return _message(f"{group}={unknown[0]}", unknown[0], options)
+    if is_needed and (several := next((choice for choice in choices if len(choice) > 1), None)):
+        names = ",".join(several)
+        return (
+            f"{group}=[{names}]: a list makes one configuration of several files."
+            f" Try one after the other: -m {group}={names}"
+        )
+    return None
 
 
 def _unknown_key(config: DictConfig, override: Override, top_names: set[str]) -> str | None:

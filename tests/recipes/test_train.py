@@ -355,6 +355,11 @@ def test_folder_of_runs_when_it_cannot_be_made_then_a_sentence_says_how_to_choos
             "trainer.strategy.num_threads: trainer.strategy is taken from strategy. Write strategy.num_threads=...",
         ),
         ("hydra.run.dri=x", "hydra.run.dri: no such choice. Did you mean hydra.run.dir?"),
+        ("~model", "~model: nothing runs without one. Choose another.\nAllowed: dcn, dcn_v2"),
+        (
+            "model=[dlrm,deepfm]",
+            "model=[dlrm,deepfm]: a list makes one configuration of several files. Try one after the other: -m model=",
+        ),
         ("launcher=null", "launcher=null: a group takes names, and [] for none of them.\nAllowed: ray, []"),
         (
             "optim/scheduler=null,cosine",
@@ -369,7 +374,17 @@ def test_wrong_override_is_explained(override, message):
 
 @pytest.mark.parametrize(
     "override",
-    ["~logger", "model=dlrm", "model=dlrm,deepfm", "trainer.max_epochs=2", "+trainer.detect_anomaly=true", "-m", "a b"],
+    [
+        "~logger",
+        "~callbacks",
+        "callbacks=[default,prometheus]",
+        "model=dlrm",
+        "model=dlrm,deepfm",
+        "trainer.max_epochs=2",
+        "+trainer.detect_anomaly=true",
+        "-m",
+        "a b",
+    ],
 )
 def test_right_override_needs_no_explanation(override):
     assert explain([override], config_name="train") == []
