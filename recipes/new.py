@@ -9,13 +9,15 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+from recipe_tools.command import command
+
 TEMPLATE = Path(__file__).parent / "project"
 PLACEHOLDER = "my_project"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="new",
+        prog=command("new"),
         description="Writes a small project: a model and a LightningModule of your own, configurations that extend "
         "those of lightning_recsys, a test and a README.",
     )

@@ -12,11 +12,15 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from recipe_tools.command import command
+
 RECIPES = Path(__file__).parent
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        command("results"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--root", type=Path, default=RECIPES / "results", help="the folder of kept runs")
     commands = parser.add_subparsers(dest="command", required=True)
     keeping = commands.add_parser("keep", help="keep a completed run")

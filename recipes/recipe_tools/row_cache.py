@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Sequence
 from datetime import datetime
 
+from recipe_tools.command import command
 from recipe_tools.report import console
 from rich.markup import escape
 from rich.table import Table
@@ -19,7 +20,7 @@ _PREPARING_SECONDS = 3600.0  # since a table was given; its rows may be still to
 def show_cache(arguments: Sequence[str]) -> None:
     """List the entries of the cache, or remove those that no process uses."""
     parser = argparse.ArgumentParser(
-        prog="prepare.py cache", description="Lists the rows that data=tabular has prepared, last used last."
+        prog=f"{command('prepare')} cache", description="Lists the rows that data=tabular has prepared, last used last."
     )
     parser.add_argument("--folder", help="the cache, as data.cache names it; else the usual one")
     parser.add_argument("--clear", action="store_true", help="remove what no process uses")
