@@ -160,8 +160,11 @@ first=1, last=2))
         self._out[worker] = [x for x in self._out[worker] if x.number > number]
 
     def end(self) -> None:
-        """Lease nothing more: what is left of the epoch is trained by nobody."""
-        self._left = [(0, 0)] * len(self._left)
+        """Lease nothing more but the first batch of who has trained nothing: the rest is trained by nobody."""
+        behind = [self._latest[x] is None and x not in self._lost for x in range(len(self._left))]
+        self._left = [
+            (first, min(last, first + is_behind)) for (first, last), is_behind in zip(self._left, behind, strict=True)
+        ]
         self._out, self._returned = [[] for _ in self._left], []
 
     def lose(self, worker: int) -> None:

@@ -296,3 +296,15 @@ def test_leases_when_a_pass_ends_early_then_nobody_gets_more_of_it_whoever_dies(
     leases.lose(1)
     assert leases.take(0, latest=latest) is None
     assert (leases.is_dealt_out, leases.dealt_again) == (True, 0)
+
+
+def test_leases_when_a_pass_ends_before_a_worker_has_begun_it_then_it_gets_its_first_batch_and_the_others_wait():
+    leases = ShardLeases(3, shard_size=16, lease_size=8)
+    latest = [leases.take(0).number, leases.take(1).number]
+    leases.end()
+    assert leases.take(0, latest=latest[0]) is None
+    assert not leases.is_dealt_out
+    lease = leases.take(2)
+    assert (lease.owner, lease.first, lease.last) == (2, 0, 1)
+    assert leases.take(2, latest=lease.number) is None
+    assert leases.is_dealt_out
