@@ -312,7 +312,7 @@ def check_narrowed(
     """Raise what :func:`compare` raises of its arguments, so that nobody measures for minutes before.
 
     Raises:
-        ValueError: as :func:`compare`.
+        ValueError: a number is out of range, or there is a cost to be compared and no machine has a price.
     """
     if metric not in get_args(Metric):
         raise ValueError(f"metric must be {' or '.join(get_args(Metric))}, got {metric!r}.")

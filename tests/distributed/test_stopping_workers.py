@@ -36,6 +36,9 @@ STRATEGIES = {
     "async_ps": AsyncParameterServerStrategy,
     "shadowsync": ShadowSyncStrategy,
     "foreground": lambda: ShadowSyncStrategy(algorithm="ma", rounds="foreground", gap=2),
+    "teams": lambda: ShadowSyncStrategy(
+        num_trainers=2, workers_per_trainer=2, algorithm="ma", rounds="foreground", gap=2
+    ),
     "cached": lambda: compose(dense="servers", rows="cached", pace="free"),
 }
 
@@ -71,12 +74,15 @@ def test_workers_when_one_is_told_to_stop_within_an_epoch_then_all_end_with_it(n
     assert STEPS * SIZE <= counted.sum() <= ROWS - (LEASE - STEPS) * SIZE
 
 
-def test_workers_with_fixed_shares_when_the_time_of_one_is_up_then_all_end_with_that_epoch():
+@pytest.mark.parametrize(("name", "world"), [("async_ps", WORLD), ("teams", 4)])
+def test_workers_with_fixed_shares_when_the_time_of_one_is_up_then_all_end_with_that_epoch(name, world):
     timer = Timer({"hours": 1})
     model = Counts()
-    trainer = make_trainer(AsyncParameterServerStrategy(), Stops(1, timer), timer, max_epochs=3, limit_train_batches=20)
+    trainer = make_trainer(
+        STRATEGIES[name](), Stops(1, timer), timer, max_epochs=3, limit_train_batches=20, devices=world
+    )
     trainer.fit(model, NumbersModule())
-    assert trainer.world_size == WORLD
+    assert trainer.world_size == world
     assert trainer.current_epoch == 1
     assert trainer.global_step == 20
-    assert model.counted.sum() == (20 * (WORLD - 1) + STEPS) * SIZE
+    assert model.counted.sum() == (20 * (world - 1) + STEPS) * SIZE

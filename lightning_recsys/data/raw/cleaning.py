@@ -102,7 +102,7 @@ def as_bags(
     """From lists of strings; missing and empty items are dropped, and a missing list is an empty bag.
 
     Args:
-        column: The lists.
+        column: A list for each row, null where it is missing, whose items are of any type that words are made of.
         strip: Whether items are trimmed of white space.
         missing: Items that stand for a missing one.
         written: How numbers among items that are texts are written.

@@ -43,7 +43,7 @@ def as_categories(
     They are tidied by :func:`~lightning_recsys.data.tables.words.tidy_words`.
 
     Args:
-        column: The strings.
+        column: Texts as a file has them, null where there is none.
         strip: Whether they are trimmed.
         missing: Those that stand for a missing value.
         written: How numbers among them are written, if they are texts of a table.

@@ -28,7 +28,7 @@ def present_words(
     Decimals are told from texts such as prices by all of a vocabulary, whose words then have one number of digits.
 
     Args:
-        words: The words.
+        words: All words of one vocabulary, in any order.
         words_format: The format of the vocabulary, which is an earlier one.
         written: How numbers were written in the texts that were learned from, if otherwise than they are called.
 

@@ -170,7 +170,7 @@ def as_column(values: Sequence[Any], *, decimal: str = ".") -> pa.Array:
     What a value is called in a vocabulary does not depend on those beside it.
 
     Args:
-        values: The values.
+        values: One for each row, ``None`` where it is missing; lists have no objects or lists among their items.
         decimal: What stands before the fraction of a number in texts among them.
 
     >>> as_column([1, 2.5, None]).to_pylist(), as_column([1, "a"]).to_pylist(), as_column([["a"], [1]]).to_pylist()

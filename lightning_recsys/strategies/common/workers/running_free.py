@@ -36,6 +36,9 @@ def stop_together(strategy: RecsysStrategy) -> None:
     since the others would wait for the batches of the one that has stopped. A ``Timer`` that looks at each batch
     (``trainer.max_time``) goes by each worker's own clock: Lightning would ask rank 0 at every batch.
 
+    The leases end before this worker waits for anybody, and all agree behind that. Killed in between, it leaves the
+    others with an epoch that has ended; those that nobody tells to stop train the next one.
+
     Where batches are not leased and there is no such timer, workers may be in different epochs, and nothing is changed.
 
     Args:
